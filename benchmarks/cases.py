@@ -1,0 +1,136 @@
+"""What is measured, and whether it is right: cases, providers, and the truth they are held to."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import records, timing
+
+Function = Callable[..., Any]
+Point = dict[str, Any]
+Grid = Mapping[str, Sequence[int | str]]  # the values of each axis
+
+DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+TOLERANCE = {"bf16": 2.0**-7, "f16": 2.0**-10, "f32": 1e-4}
+FLOAT64_BYTES = 2**30  # cases that move more are held to a float32 reference
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """An op at one shape: standard normal inputs, and the function that says what it means."""
+
+    title: str  # with {metric}, {mode} and {dtype} left to fill in
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    reference: Function
+    extra_bytes: int = 0  # what a backward pass cannot but read besides: a saved result, say
+
+
+@dataclasses.dataclass(kw_only=True)
+class Provider(records.Column):
+    """A way to compute an op; an error from `make` or its function is the reason for a -1."""
+
+    make: Callable[..., Function]  # of a point of the grid
+    tolerance: float = 1.0  # times that of the dtype; `note` says why
+
+    def column(self) -> records.Column:
+        names = [field.name for field in dataclasses.fields(records.Column)]
+        return records.Column(**{name: getattr(self, name) for name in names})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """An op, where to measure it, and whom to compare."""
+
+    op: str
+    case: Callable[..., Case]  # of a dtype and a point of the grid
+    providers: Sequence[Provider]
+    x: str  # the axis of the grid that a table's rows go through
+    grid: Grid
+    quick: Grid  # the axes that --quick shortens
+    small: Grid  # the axes that are shorter without a GPU
+    modes: Sequence[str] = ("fwd",)
+    dtypes: Sequence[str] = ("bf16",)
+
+
+def implementation() -> Literal["triton", "interpret"]:
+    """What a kernel's provider asks of pallas_ops: to compile it, or without a GPU to interpret."""
+    return "triton" if timing.on_gpu() else "interpret"
+
+
+def normal(shapes: Any, *, seed: int) -> Any:
+    """Standard normal arrays, made on the host: the device never holds more than the result.
+
+    Long arrays repeat a prime number of values, so that no two of their rows are alike.
+    """
+    rng = np.random.default_rng(seed)
+
+    def make(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        values = rng.standard_normal(min(shape.size, 2**24 - 3), np.float32).astype(shape.dtype)
+        return jnp.asarray(np.resize(values, shape.shape))
+
+    return jax.tree.map(make, shapes)
+
+
+def inputs(case: Case) -> tuple[jax.Array, ...]:
+    return tuple(normal(case.inputs, seed=0))
+
+
+def prepare(
+    provider: Provider, point: Point, arguments: tuple[jax.Array, ...], *, mode: str
+) -> tuple[Function, tuple[Any, ...]]:
+    """What to measure, and on what: going backward, a residual is an argument like any other."""
+    function = provider.make(**point)
+    function = jax.jit(function) if provider.jit else function
+    if mode == "fwd":
+        return function, arguments
+    shapes = jax.eval_shape(function, *arguments)
+    pull = jax.vjp(function, *arguments)[1]
+    return jax.jit(_pull) if provider.jit else _pull, (pull, normal(shapes, seed=1))
+
+
+def _pull(pull: Function, cotangents: Any) -> Any:
+    return pull(cotangents)
+
+
+def truth(case: Case, arguments: tuple[jax.Array, ...], *, mode: str) -> Any:
+    """What should come out, in float64 where that is affordable and the reference allows it."""
+    wide = jnp.float64 if moved_bytes(case, mode=mode) <= FLOAT64_BYTES else jnp.float32
+    shapes = jax.eval_shape(case.reference, *arguments)
+    with jax.enable_x64(wide == jnp.float64):
+        arguments = tuple(x.astype(wide) for x in arguments)
+        if mode == "fwd":
+            return jax.jit(case.reference)(*arguments)
+        results = jax.eval_shape(case.reference, *arguments)
+        cotangents = jax.tree.map(
+            lambda x, like: x.astype(like.dtype), normal(shapes, seed=1), results
+        )
+        return jax.jit(lambda xs, dy: jax.vjp(case.reference, *xs)[1](dy))(arguments, cotangents)
+
+
+def deviation(got: Any, want: Any) -> float:
+    """The largest |got - want| / (|want| + root mean square of want); NaN if anything is."""
+    with jax.enable_x64(True):
+        return float(np.max(jax.tree.leaves(jax.tree.map(_worst, got, want))))
+
+
+@jax.jit
+def _worst(got: jax.Array, want: jax.Array) -> jax.Array:
+    apart = jnp.abs(got.astype(want.dtype) - want)
+    size = jnp.abs(want) + jnp.sqrt(jnp.mean(want * want))
+    return jnp.max(jnp.where(apart == 0, 0, apart / size), initial=0)
+
+
+def moved_bytes(case: Case, *, mode: str) -> int:
+    """Inputs and results, each once; backward: inputs, cotangents and gradients."""
+    results = jax.eval_shape(case.reference, *case.inputs)
+    if mode == "fwd":
+        return _bytes((case.inputs, results))
+    return _bytes((case.inputs, results, case.inputs)) + case.extra_bytes
+
+
+def _bytes(shapes: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))

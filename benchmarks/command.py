@@ -1,0 +1,123 @@
+"""The command line of every benchmark module: flags, a progress bar, tables, files."""
+
+import functools
+import json
+import pathlib
+import sys
+import tempfile
+from collections.abc import Collection, Sequence
+
+from absl import app, flags
+from jax.extend import backend
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks import cases, memory, report, suite, timing
+from benchmarks.cases import Benchmark
+from benchmarks.records import Report
+
+_MODES = flags.DEFINE_list("mode", None, "fwd and/or bwd; by default what the module names")
+_DTYPES = flags.DEFINE_list("dtypes", None, f"some of {', '.join(cases.DTYPES)}")
+_PROVIDERS = flags.DEFINE_list("providers", None, "some of the table's columns")
+_METRICS = flags.DEFINE_list("metrics", ["speed", "memory"], "speed and/or memory")
+_QUICK = flags.DEFINE_bool("quick", False, "few sizes, few repetitions")
+_CALLS = flags.DEFINE_integer("calls", None, "calls to take the median of", lower_bound=1)
+_JOBS = flags.DEFINE_integer("jobs", 4, "processes that measure memory at a time", lower_bound=1)
+_OUT = flags.DEFINE_string(
+    "out",
+    None,
+    "folder for JSON, tables and plots; whole tables have one: benchmarks/results/<card>/",
+)
+_MEMORY_CASE = flags.DEFINE_string("memory_case", None, "for the suite's own use")
+
+
+def main(benchmark: Benchmark) -> None:
+    """The command line of one benchmark module."""
+    for axis, values in benchmark.grid.items():
+        flags.DEFINE_list(axis, None, f"by default {','.join(map(str, values))}")
+    for flag in flags.FLAGS.get_key_flags_for_module(__name__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # for --help
+    app.run(functools.partial(_main, benchmark))
+
+
+def _main(benchmark: Benchmark, _: Sequence[str]) -> int:
+    memory.share_device()
+    if _MEMORY_CASE.value:
+        print(json.dumps(suite.memory_case(benchmark, _MEMORY_CASE.value)))
+        return 0
+    plans = [_plan(benchmark, mode) for mode in _MODES.value or benchmark.modes]
+    folder = _folder(benchmark)
+    if not timing.on_gpu():
+        print(
+            "No NVIDIA GPU: small shapes, wall-clock only, kernels interpreted and not timed; with "
+            "one, and jax[cuda12], the same command measures everything."
+        )
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        reports = _measured(benchmark, plans, folder, progress)
+    for result in reports:
+        print(report.markdown(result))
+    return int(any(result.failed() for result in reports))
+
+
+def _measured(
+    benchmark: Benchmark, plans: list[suite.Plan], folder: pathlib.Path | None, progress: Progress
+) -> list[Report]:
+    """All reports, written as they come: first the times, then with the peaks."""
+
+    def advance(total: int) -> suite.Advance:
+        step = functools.partial(progress.update, progress.add_task("", total=total), advance=1)
+        return lambda text: step(description=text)
+
+    def write(result: Report) -> None:
+        if folder:
+            report.write(result, folder)
+
+    reports = []
+    with tempfile.TemporaryDirectory() as cache:
+        peaks = timing.on_gpu() and "memory" in plans[0].metrics
+        if peaks:
+            memory.share_compilations(cache)
+        for plan in plans:
+            reports.append(suite.run(benchmark, plan, advance(len(plan))))
+            write(reports[-1])
+        if peaks:
+            backend.clear_backends()  # what this process held, the others may need
+            for plan, result in zip(plans, reports, strict=True):
+                suite.add_peaks(result, plan, advance(len(plan)))
+                write(result)
+    return reports
+
+
+def _plan(benchmark: Benchmark, mode: str) -> suite.Plan:
+    shorter = benchmark.quick if _QUICK.value else {}
+    grid = {**benchmark.grid, **(shorter if timing.on_gpu() else benchmark.small)}
+    for axis, values in benchmark.grid.items():
+        if chosen := flags.FLAGS[axis].value:
+            grid[axis] = [type(values[0])(value) for value in chosen]
+    by_name = {provider.name: provider for provider in benchmark.providers}
+    return suite.Plan(
+        mode=_known(mode, ("fwd", "bwd")),
+        dtypes=[_known(dtype, cases.DTYPES) for dtype in _DTYPES.value or benchmark.dtypes],
+        grid=grid,
+        providers=[by_name[_known(name, by_name)] for name in _PROVIDERS.value or by_name],
+        metrics=[_known(metric, ("speed", "memory")) for metric in _METRICS.value],
+        calls=_CALLS.value or (10 if _QUICK.value else 50),
+        jobs=_JOBS.value,
+    )
+
+
+def _known(word: str, words: Collection[str]) -> str:
+    if word not in words:
+        raise app.UsageError(f"{word!r} is not one of {', '.join(words)}")
+    return word
+
+
+def _folder(benchmark: Benchmark) -> pathlib.Path | None:
+    """Where results go. The committed ones are replaced table by table, so by whole tables only."""
+    if _OUT.value:
+        return pathlib.Path(_OUT.value)
+    partial = _PROVIDERS.value or flags.FLAGS[benchmark.x].value or len(_METRICS.value) < 2
+    if _QUICK.value or partial or not timing.on_gpu():
+        return None
+    card = "-".join(suite.card().lower().split())
+    return pathlib.Path(__file__).with_name("results") / card

@@ -1,0 +1,183 @@
+"""One run: each case is held to the truth, then timed, then its memory is measured."""
+
+import dataclasses
+import itertools
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import cases, memory, records, timing
+from benchmarks.cases import Benchmark, Case, Function, Grid, Point, Provider
+
+Advance = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one run measures."""
+
+    mode: str
+    dtypes: Sequence[str]
+    grid: Grid
+    providers: Sequence[Provider]
+    metrics: Sequence[str] = ("speed", "memory")
+    calls: int = 50
+    jobs: int = 4  # processes at a time, for peaks
+
+    def __len__(self) -> int:
+        return len(list(self.points())) * len(self.providers)
+
+    def points(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for dtype, values in itertools.product(self.dtypes, itertools.product(*self.grid.values())):
+            yield dtype, dict(zip(self.grid, values, strict=True))
+
+
+def run(benchmark: Benchmark, plan: Plan, advance: Advance = lambda _: None) -> records.Report:
+    """Everything in the plan, but peaks; a case that goes wrong does not stop the others."""
+    report = records.Report(op=benchmark.op, environment=environment(plan))
+    for dtype, point in plan.points():
+        case = benchmark.case(cases.DTYPES[dtype], **point)
+        title = case.title.format(metric="{metric}", mode=plan.mode, dtype=dtype)
+        if not report.tables or report.tables[-1].title != title:
+            table = records.Table(
+                title=title,
+                x=benchmark.x,
+                mode=plan.mode,
+                dtype=dtype,
+                columns=[provider.column() for provider in plan.providers],
+                metrics=_metrics(plan),
+            )
+            report.tables.append(table)
+        report.tables[-1].rows.append(_row(case, point, dtype, plan, advance))
+    return report
+
+
+def _metrics(plan: Plan) -> list[str]:
+    """What `run` measures: kernel time takes a GPU, and peaks there come later."""
+    times = ["speed", "wall"] if timing.on_gpu() else ["wall"]
+    sizes = [] if timing.on_gpu() else ["memory"]
+    return times * ("speed" in plan.metrics) + sizes * ("memory" in plan.metrics)
+
+
+def _row(case: Case, point: Point, dtype: str, plan: Plan, advance: Advance) -> records.Row:
+    inputs = cases.inputs(case)
+    want = cases.truth(case, inputs, mode=plan.mode)
+    moved = cases.moved_bytes(case, mode=plan.mode)
+    row = records.Row(point=point, moved_bytes=moved, truth=str(jax.tree.leaves(want)[0].dtype))
+    if "speed" in plan.metrics:
+        blocks = -(-moved // (4 * timing.COPY_BLOCK))  # 2 bytes an element, in and out
+        source = jax.ShapeDtypeStruct((blocks * timing.COPY_BLOCK,), jnp.bfloat16)
+        row.copy = _timed(timing.copy, (cases.normal(source, seed=2),), plan)
+    for provider in plan.providers:
+        advance(" ".join([*(f"{axis}={value}" for axis, value in point.items()), provider.name]))
+        try:
+            function, arguments = cases.prepare(provider, point, inputs, mode=plan.mode)
+            limit = provider.tolerance * cases.TOLERANCE[dtype]
+            cell = _cell(provider, function, arguments, want, limit, plan)
+        except Exception as error:
+            cell = records.Cell(reason=_reason(error))
+        if row.copy.kernel_ms and cell.kernel_ms:
+            cell.of_copy = row.copy.kernel_ms / cell.kernel_ms
+        row.cells[provider.name] = cell
+    return row
+
+
+def _cell(
+    provider: Provider,
+    function: Function,
+    arguments: tuple[Any, ...],
+    want: Any,
+    limit: float,
+    plan: Plan,
+) -> records.Cell:
+    """Right first, then fast; without a GPU a kernel is interpreted and only held to the truth."""
+    error = cases.deviation(function(*arguments), want)
+    if not error <= limit:  # NaN, too
+        return records.Cell(reason=f"wrong: error {error:.1e}, accepted {limit:.1e}")
+    if provider.kernel and not timing.on_gpu():
+        return records.Cell(error=error)
+    cell = _timed(function, arguments, plan) if "speed" in plan.metrics else records.Cell()
+    cell.error = error
+    if "memory" in plan.metrics and not timing.on_gpu():
+        try:
+            cell.memory_mib = memory.planned(function, arguments)
+        except ValueError as refusal:
+            cell.memory_reason = str(refusal)
+    return cell
+
+
+def _timed(function: Function, arguments: tuple[Any, ...], plan: Plan) -> records.Cell:
+    return records.Cell(**dataclasses.asdict(timing.measure(function, arguments, calls=plan.calls)))
+
+
+def _reason(error: Exception) -> str:
+    """The error's first line, with its type unless it was a plain refusal."""
+    text = (str(error).strip() or repr(error)).splitlines()[0][:200]
+    refusal = isinstance(error, ValueError | NotImplementedError)
+    return text if refusal else f"{type(error).__name__}: {text}"
+
+
+def add_peaks(report: records.Report, plan: Plan, advance: Advance = lambda _: None) -> None:
+    """Has each case that came out right run once more, in a process of its own."""
+    right = [
+        (cell, {"provider": name, "mode": table.mode, "dtype": table.dtype, "point": row.point})
+        for table in report.tables
+        for row in table.rows
+        for name, cell in row.cells.items()
+        if not cell.reason
+    ]
+    for table in report.tables:
+        table.metrics.append("memory")
+    specs = [spec for _, spec in right]
+    for index, peak in memory.peaks(f"benchmarks.{report.op}", specs, jobs=plan.jobs):
+        vars(right[index][0]).update(peak)
+        advance("peak memory")
+
+
+def memory_case(benchmark: Benchmark, text: str) -> memory.Peak:
+    """What a fresh process does: one call, and this process's peak."""
+    spec = json.loads(text)
+    case = benchmark.case(cases.DTYPES[spec["dtype"]], **spec["point"])
+    provider = next(p for p in benchmark.providers if p.name == spec["provider"])
+    try:
+        function, arguments = cases.prepare(
+            provider, spec["point"], cases.inputs(case), mode=spec["mode"]
+        )
+        jax.block_until_ready(function(*arguments))
+        return {"memory_mib": memory.peak()}
+    except Exception as error:
+        return {"memory_reason": _reason(error)}
+
+
+def environment(plan: Plan) -> dict[str, Any]:
+    """Where and how the numbers came about."""
+    found = {
+        "card": card(),
+        "driver": _driver(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "calls": plan.calls,
+        "cache": "cold" if timing.on_gpu() else "warm",
+        "memory": "allocator's peak" if timing.on_gpu() else "XLA's plan, not measured",
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def card() -> str:
+    return str(jax.devices()[0].device_kind)
+
+
+def _driver() -> str:
+    if not timing.on_gpu() or not shutil.which("nvidia-smi"):
+        return ""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    return answer.partition("\n")[0].strip()

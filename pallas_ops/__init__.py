@@ -1,0 +1,24 @@
+"""GPU kernels for linear and tensor-product attention in JAX.
+
+Axis letters: B batch, N sequence, M cached sequence, H heads, D key or feature width, E value
+width, R query rank, Rk and Rv key and value rank.
+
+Each op is a folder under `pallas_ops.ops`; read it as api, reference, vjp, kernel, config.
+"""
+
+from jax.experimental.pallas import triton as _triton
+from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
+
+from pallas_ops import reference as reference
+from pallas_ops.ops.tpa_decode import TpaDecodeConfig as TpaDecodeConfig
+from pallas_ops.ops.tpa_decode import tpa_decode as tpa_decode
+from pallas_ops.ops.tpa_decode import tpa_decode_with_lse as tpa_decode_with_lse
+
+# What `jax.export.export(..., disabled_checks=...)` needs to be told of our kernels' custom call.
+DISABLE_JAX_EXPORT_CHECKS = (
+    _DisabledSafetyCheck.custom_call(
+        getattr(_triton, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
+    ),
+)
+
+__version__ = "0.1.0"

@@ -1,0 +1,91 @@
+"""Refusals in our own words: what was given, and what would be accepted."""
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_ops.core.dispatch import Implementation
+
+IMPLEMENTATIONS = (None, "triton", "xla", "interpret")
+KERNEL_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
+FLOAT_DTYPES = (*KERNEL_DTYPES, jnp.dtype("float64"))
+
+
+def implementation(value: Any) -> None:
+    if value not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{_is('implementation', value)}; accepted: None, 'triton', 'xla', 'interpret'"
+        )
+
+
+def same_floating(arrays: Mapping[str, Any]) -> None:
+    """All arrays have one dtype, a floating one."""
+    (first, x), *others = arrays.items()
+    if jnp.dtype(x.dtype) not in FLOAT_DTYPES:
+        raise TypeError(
+            f"{_is(f'{first}.dtype', jnp.dtype(x.dtype).name)}; accepted: bfloat16, float16, "
+            "float32, and float64 (which runs the jax.numpy reference)"
+        )
+    for name, other in others:
+        if other.dtype != x.dtype:
+            raise TypeError(
+                f"{_is(f'{name}.dtype', jnp.dtype(other.dtype).name)}; accepted: that of {first}, "
+                f"{jnp.dtype(x.dtype).name}"
+            )
+
+
+def integers(name: str, x: Any) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{_is(f'{name}.dtype', jnp.dtype(x.dtype).name)}; accepted: integers")
+
+
+def kernel_or_reference(
+    implementation: Implementation | None, dtype: Any, sizes: Mapping[str, int]
+) -> Implementation | None:
+    """The reference for what no kernel takes (float64, an axis of size 0); else as asked."""
+    empty = [name for name, size in sizes.items() if size == 0]
+    if jnp.dtype(dtype) in KERNEL_DTYPES and not empty:
+        return implementation
+    if implementation in ("triton", "interpret"):
+        what = f"an axis of size 0 ({', '.join(empty)})" if empty else jnp.dtype(dtype).name
+        raise ValueError(
+            f"{_is('implementation', implementation)}, whose kernel does not take {what}; "
+            "accepted: None or 'xla'"
+        )
+    return "xla"
+
+
+def shape(name: str, x: Any, axes: str, sizes: dict[str, int]) -> None:
+    """Checks `x` against axis letters ("B M H"), filling in `sizes` as letters are first met."""
+    letters = axes.split()
+    if len(x.shape) != len(letters):
+        raise ValueError(f"{_is(f'{name}.shape', x.shape)}; accepted: [{', '.join(letters)}]")
+    for letter, size in zip(letters, x.shape, strict=True):
+        if sizes.setdefault(letter, size) != size:
+            known = ", ".join(f"{k}={sizes[k]}" for k in letters)
+            raise ValueError(
+                f"{_is(f'{name}.shape', x.shape)}; accepted: [{', '.join(letters)}] with {known}"
+            )
+
+
+def number_or_none(name: str, value: Any) -> float | None:
+    """A static Python or NumPy real number, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{_is(name, value)}; accepted: a Python or NumPy real number, or None (to scale by a "
+            "traced value, multiply an input by it)"
+        )
+    return float(value)
+
+
+def instance(name: str, value: Any, cls: type) -> None:
+    if value is not None and not isinstance(value, cls):
+        raise TypeError(f"{_is(name, value)}; accepted: None or a {cls.__name__}")
+
+
+def _is(name: str, value: Any) -> str:
+    return f"{name} is {value!r}"

@@ -1,0 +1,167 @@
+"""Kernel or reference, decided per platform when code is lowered.
+
+`Bound` is a call with everything but its arrays: what to run, how, and how it was vmapped. It is
+the one parameter of the dispatch primitive. On a CPU the kernel is not even traced, so one traced
+function serves, and exports for, every platform.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from pallas_ops.core import launch, vary
+
+Implementation = Literal["triton", "xla", "interpret"]
+Arrays = Sequence[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Op:
+    """One function of arrays with two meanings, and how its axes may be split.
+
+    `kernel` and `reference` take the operands (None for an absent one) and the static keywords,
+    and return a tuple. `operands` and `results` name the axes of each array, one letter-word an
+    axis, as in an einsum: "b m h, b m d". An operand whose first axis is `b` may be batched
+    along it.
+    """
+
+    name: str
+    kernel: Callable[..., tuple[jax.Array, ...]]
+    reference: Callable[..., tuple[jax.Array, ...]]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    whole: tuple[str, ...]  # axes every device needs in full
+    summed: tuple[str, ...] | None = None  # per result: axes whose shards hold partial sums
+    added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): only the axis' first shard adds
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """An `Op` with its static arguments, present operands and vmapped levels (innermost first)."""
+
+    op: Op
+    implementation: Implementation | None
+    static: tuple[tuple[str, Hashable], ...]
+    present: tuple[bool, ...]
+    levels: tuple[tuple[bool, ...], ...] = ()
+
+    def lift(self, batched: Sequence[bool]) -> "Bound":
+        """This call, vmapped once more: `batched` operands have a new leading axis."""
+        return dataclasses.replace(self, levels=(*self.levels, tuple(batched)))
+
+    def fill(self, xs: Arrays) -> list[jax.Array | None]:
+        """The operands in their places, None where absent."""
+        it = iter(xs)
+        return [next(it) if here else None for here in self.present]
+
+    def axes(self) -> tuple[list[str], list[str]]:
+        """The axis names of the present operands and of the results, vmapped levels included."""
+        ins = [a for a, here in zip(self.op.operands, self.present, strict=True) if here]
+        outs = list(self.op.results)
+        for i, batched in enumerate(self.levels):
+            ins = [f"v{i} {a}" if b else a for a, b in zip(ins, batched, strict=True)]
+            outs = [f"v{i} {a}" for a in outs]
+        return ins, outs
+
+    def reference(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
+        def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
+            return self.op.reference(*self.fill(xs), **dict(self.static))
+
+        for batched in self.levels:
+            call = jax.vmap(call, in_axes=[0 if b else None for b in batched])
+        return call(*xs)
+
+    def kernel(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
+        def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
+            return self.op.kernel(*self.fill(xs), **dict(self.static))
+
+        has_b = [
+            a.startswith("b ") or a == "b"
+            for a, here in zip(self.op.operands, self.present, strict=True)
+            if here
+        ]
+        foldable = True
+        for batched in self.levels:
+            # All batch axes vmapped together are one longer batch: no new grid axis, and the
+            # launch is chosen for the batch it really has.
+            foldable = foldable and list(batched) == has_b
+            call = (_fold if foldable else _grid)(call, batched)
+        with launch.interpreted(self.implementation == "interpret"):
+            return call(*xs)
+
+
+def _fold(call: Callable[..., Any], batched: Sequence[bool]) -> Callable[..., Any]:
+    def folded(*xs: jax.Array) -> tuple[jax.Array, ...]:
+        size = next(x.shape[0] for x, b in zip(xs, batched, strict=True) if b)
+        flat = [x.reshape(-1, *x.shape[2:]) if b else x for x, b in zip(xs, batched, strict=True)]
+        return tuple(o.reshape(size, -1, *o.shape[1:]) for o in call(*flat))
+
+    return folded
+
+
+def _grid(call: Callable[..., Any], batched: Sequence[bool]) -> Callable[..., Any]:
+    return jax.vmap(call, in_axes=[0 if b else None for b in batched])
+
+
+dispatch_p = Primitive("pallas_ops_dispatch")
+dispatch_p.multiple_results = True
+
+
+def _abstract(*avals: ShapedArray, bound: Bound) -> list[ShapedArray]:
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    outs = (vary.like(o, avals) for o in _result_shapes(bound, *structs))
+    return [
+        ShapedArray(o.shape, o.dtype, sharding=o.sharding, manual_axis_type=o.manual_axis_type)
+        if o.sharding is not None
+        else ShapedArray(o.shape, o.dtype)
+        for o in outs
+    ]
+
+
+dispatch_p.def_abstract_eval(_abstract)
+
+
+@functools.lru_cache(maxsize=1024)
+def _result_shapes(bound: Bound, *structs: jax.ShapeDtypeStruct) -> list[Any]:
+    return list(jax.eval_shape(bound.reference, *structs))
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(bound: Bound) -> Callable[..., Any]:
+    return jax.jit(lambda *xs: dispatch_p.bind(*xs, bound=bound))
+
+
+def _eager(*xs: jax.Array, bound: Bound) -> Any:
+    with jax.disable_jit(False):
+        return _jitted(bound)(*xs)
+
+
+dispatch_p.def_impl(_eager)
+
+
+def _lower_for_cuda(*xs: jax.Array, bound: Bound) -> tuple[jax.Array, ...]:
+    return bound.kernel(*xs)
+
+
+def _lower_elsewhere(*xs: jax.Array, bound: Bound) -> tuple[jax.Array, ...]:
+    if bound.implementation == "interpret":
+        return bound.kernel(*xs)
+    if bound.implementation == "triton":
+        raise ValueError(
+            f'{bound.op.name}: implementation="triton" needs an NVIDIA GPU, and this code is being '
+            "lowered for another platform; pass implementation=None (the kernel on NVIDIA GPUs, "
+            'jax.numpy elsewhere), "xla" (jax.numpy) or "interpret" (the kernel, interpreted)'
+        )
+    return bound.reference(*xs)
+
+
+mlir.register_lowering(dispatch_p, mlir.lower_fun(_lower_elsewhere, multiple_results=True))
+mlir.register_lowering(
+    dispatch_p, mlir.lower_fun(_lower_for_cuda, multiple_results=True), platform="cuda"
+)

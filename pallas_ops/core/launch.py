@@ -1,0 +1,56 @@
+"""The only place that launches a Pallas kernel."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_ops.core import vary
+
+_INTERPRETED = contextvars.ContextVar("pallas_ops_interpreted", default=False)
+
+
+@contextlib.contextmanager
+def interpreted(flag: bool) -> Iterator[None]:
+    """Kernels launched inside are interpreted (on any platform) if `flag`."""
+    token = _INTERPRETED.set(flag)
+    try:
+        yield
+    finally:
+        _INTERPRETED.reset(token)
+
+
+def is_interpreted() -> bool:
+    return _INTERPRETED.get()
+
+
+def launch(
+    kernel: Callable[..., None],
+    *operands: jax.Array | None,
+    name: str,
+    grid: tuple[int, ...],
+    in_specs: Sequence[pl.BlockSpec | None],
+    out_specs: Sequence[pl.BlockSpec],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    num_warps: int,
+    num_stages: int = 1,
+) -> list[jax.Array]:
+    """Runs `kernel` over `grid`; an absent operand's ref is None."""
+    call: Callable[..., Any] = pl.pallas_call(
+        # A fresh partial per launch: JAX 0.11.0 to 0.11.2 may otherwise reuse a kernel traced
+        # for another grid (jax-ml/jax#40847).
+        functools.partial(kernel),
+        out_shape=[vary.like(shape, operands) for shape in out_shape],
+        grid=grid,
+        in_specs=list(in_specs),
+        out_specs=list(out_specs),
+        name=f"pallas_ops_{name}",
+        interpret=is_interpreted(),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )
+    return list(call(*operands))

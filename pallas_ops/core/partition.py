@@ -1,0 +1,134 @@
+"""What stands around the dispatched call: a default derivative, vmap, and sharding.
+
+From the outside in: `custom_vjp` (the reference's derivative, so that every kernel can be
+differentiated any number of times; an op with a backward kernel puts its own rule around this
+one), `custom_vmap` (records the batched operands), `custom_partitioning` (free axes stay sharded
+under jit), and the dispatch primitive.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_ops.core import dispatch
+from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op
+
+Axes = tuple[str, ...]
+
+
+def call(
+    op: Op,
+    *operands: jax.Array | None,
+    implementation: Implementation | None,
+    **static: Hashable,
+) -> tuple[jax.Array, ...]:
+    """Runs `op`; the arrays vary over the same mesh axes (`vary.unify`)."""
+    present = tuple(x is not None for x in operands)
+    bound = Bound(op, implementation, tuple(sorted(static.items())), present)
+    return tuple(_differentiable(bound)(*(x for x in operands if x is not None)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _differentiable(bound: Bound) -> Callable[..., Any]:
+    @jax.custom_vjp
+    def run(*xs: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(_vmapped(bound)(*xs))
+
+    def forward(*xs: jax.Array) -> tuple[Any, Arrays]:
+        return run(*xs), xs
+
+    def backward(xs: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
+        smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
+
+        def of_smooth(*ys: jax.Array) -> tuple[jax.Array, ...]:
+            it = iter(ys)
+            return bound.reference(*(next(it) if s else x for x, s in zip(xs, smooth, strict=True)))
+
+        pullback = jax.vjp(of_smooth, *(x for x, s in zip(xs, smooth, strict=True) if s))[1]
+        grads = iter(pullback(tuple(cotangents)))
+        return tuple(next(grads) if s else None for s in smooth)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+@functools.lru_cache(maxsize=1024)
+def _vmapped(bound: Bound) -> Callable[..., Any]:
+    partitioned = _partitioned(bound)
+
+    @custom_vmap
+    def run(*xs: jax.Array) -> Any:
+        return partitioned(*xs)
+
+    @run.def_vmap
+    def _(_: int, batched: Sequence[bool], *xs: jax.Array) -> Any:
+        return _vmapped(bound.lift(batched))(*xs), (True,) * len(bound.op.results)
+
+    return run
+
+
+@functools.lru_cache(maxsize=1024)
+def _partitioned(bound: Bound) -> Callable[..., Any]:
+    ins, outs = bound.axes()
+    names = {name for axes in ins for name in axes.split()}
+
+    def run(*xs: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(dispatch.dispatch_p.bind(*xs, bound=bound))
+
+    def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
+        split = _split(bound, [s.sharding for s in operands], ins)
+
+        def spec(axes: str) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(split.get(a) for a in axes.split())))
+
+        def per_device(*xs: jax.Array) -> tuple[jax.Array, ...]:
+            return _sum_shards(bound, split, run(*_add_once(bound, split, xs)))
+
+        return mesh, per_device, tuple(map(spec, outs)), tuple(map(spec, ins))
+
+    wrapped = custom_partitioning(run)
+    wrapped.def_partition(
+        partition=partition,
+        sharding_rule=f"{', '.join(ins)} -> {', '.join(outs)}",
+        need_replication_factors=tuple(a for a in bound.op.whole if a in names),
+    )
+    return wrapped
+
+
+def _split(bound: Bound, shardings: Sequence[Any], ins: Sequence[str]) -> dict[str, Axes]:
+    """The mesh axes each array axis is split over; no mesh axis serves two of them."""
+    split: dict[str, Axes] = {}
+    used: set[str] = set()
+    for sharding, axes in zip(shardings, ins, strict=True):
+        entries = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+        for name, entry in zip(axes.split(), entries, strict=False):
+            mesh_axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            free = name not in split and name not in bound.op.whole
+            if mesh_axes and free and used.isdisjoint(mesh_axes):
+                split[name] = mesh_axes
+                used.update(mesh_axes)
+    return split
+
+
+def _add_once(bound: Bound, split: Mapping[str, Axes], xs: Arrays) -> Arrays:
+    """Zeroes the operands that enter a partial sum, on all shards but the first."""
+    operands = bound.fill(xs)
+    for position, axis in bound.op.added_once:
+        x = operands[position]
+        if x is not None and axis in split:
+            first = jax.lax.axis_index(split[axis]) == 0
+            operands[position] = jnp.where(first, x, jnp.zeros_like(x))
+    return [x for x in operands if x is not None]
+
+
+def _sum_shards(bound: Bound, split: Mapping[str, Axes], results: Arrays) -> tuple[jax.Array, ...]:
+    """Adds up the results of which each shard holds a part."""
+    summed = bound.op.summed or ("",) * len(results)
+    axes = [tuple(m for a in names.split() for m in split.get(a, ())) for names in summed]
+    return tuple(jax.lax.psum(r, a) if a else r for r, a in zip(results, axes, strict=True))

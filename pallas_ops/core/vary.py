@@ -1,0 +1,40 @@
+"""Which mesh axes a value varies over inside `jax.shard_map` (its replication check)."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
+
+
+def axes(*values: Any) -> frozenset[str]:
+    """The union of the manual mesh axes that arrays (or their avals) vary over."""
+    avals = (v if isinstance(v, ShapedArray) else jax.typeof(v) for v in values if v is not None)
+    types = (getattr(aval, "manual_axis_type", None) for aval in avals)
+    return frozenset[str]().union(*(t.varying for t in types if t is not None))
+
+
+def unify(*xs: jax.Array | None) -> tuple[jax.Array | None, ...]:
+    """Makes all arrays vary over the same axes; the transpose is the sum that replication needs."""
+    union = axes(*xs)
+
+    def cast(x: jax.Array | None) -> jax.Array | None:
+        missing = frozenset() if x is None else union - axes(x)
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return tuple(cast(x) for x in xs)
+
+
+def like(shape: Any, operands: Iterable[Any]) -> Any:
+    """`shape` (anything with shape and dtype), varying over the axes of the operands."""
+    varying = axes(*operands)
+    if not varying:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype)
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.ShapeDtypeStruct(
+        shape.shape,
+        shape.dtype,
+        sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(shape.shape))),
+        manual_axis_type=ManualAxisType(varying=varying),
+    )

@@ -1,0 +1,6 @@
+"""Tensor-product-attention decoding: api, reference, vjp, kernel, config, in that order."""
+
+from pallas_ops.ops.tpa_decode.api import tpa_decode, tpa_decode_with_lse
+from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
+
+__all__ = ["TpaDecodeConfig", "tpa_decode", "tpa_decode_with_lse"]

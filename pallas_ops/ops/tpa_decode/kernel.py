@@ -1,0 +1,179 @@
+"""How tpa_decode runs: the launcher first, then the kernel bodies.
+
+A program holds rows (queries x heads) and streams keys. Scores are taken rank first:
+q k^T = aq (bq bk^T). The long product has the input dtype on both sides, so it is exact, and needs
+a tile of R rows instead of H; the short product with aq keeps float32 (see `core.matmul`).
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_ops.core.launch import launch
+from pallas_ops.core.matmul import dot
+from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose, tile
+from pallas_ops.ops.tpa_decode.tiles import (
+    Keys,
+    Plan,
+    Ref,
+    Rows,
+    flat,
+    key_range,
+    load,
+    part,
+    per_batch,
+    scores,
+    sizes,
+    span,
+    store,
+    sum_of,
+)
+
+LOG2E = math.log2(math.e)
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def forward(
+    aq: jax.Array,
+    ak: jax.Array,
+    av: jax.Array,
+    bq: jax.Array,
+    bk: jax.Array,
+    bv: jax.Array,
+    lengths: jax.Array | None,
+    *,
+    score_scale: float,
+    value_scale: float,
+    out_dtype: str,
+    config: TpaDecodeConfig | None,
+) -> tuple[jax.Array, jax.Array]:
+    """out [B, N, H, E] and lse [B, N, H] of factors with a rank axis."""
+    s = sizes(aq, ak, av, bq, bv)
+    c = config or choose(s)
+    plan = Plan(s, c, score_scale, value_scale)
+    rows, splits = s.n * s.h, c.num_splits
+    arrays = (flat(aq, 3), flat(ak, 2), flat(av, 2), flat(bq, 3), flat(bk, 2), flat(bv, 2))
+    operands = (*arrays, None if lengths is None else lengths[:, None])
+    dtype = jnp.dtype(out_dtype if splits == 1 else jnp.float32)
+    out, lse = launch(
+        partial(_forward_kernel, plan=plan),
+        *operands,
+        name="tpa_decode",
+        grid=(plan.row_blocks, splits, s.b),
+        in_specs=[None if x is None else per_batch(x) for x in operands],
+        out_specs=[
+            pl.BlockSpec((None, None, rows, s.e), lambda _, i, b: (b, i, 0, 0)),
+            pl.BlockSpec((None, None, rows), lambda _, i, b: (b, i, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((s.b, splits, rows, s.e), dtype),
+            jax.ShapeDtypeStruct((s.b, splits, rows), jnp.float32),
+        ],
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+    )
+    if splits > 1:
+        out, lse = _merge(out, lse, out_dtype)
+    return out.reshape(s.b, s.n, s.h, s.e), lse.reshape(s.b, s.n, s.h)
+
+
+def _merge(out: jax.Array, lse: jax.Array, out_dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Partial results out [B, S, rows, E] and lse [B, S, rows], merged over S."""
+    b, splits, rows, e = out.shape
+    merged, total = launch(
+        partial(_merge_kernel, splits=splits, e=e),
+        out,
+        lse,
+        name="tpa_decode_merge",
+        grid=(rows, b),
+        in_specs=[
+            pl.BlockSpec((None, splits, None, e), lambda i, b: (b, 0, i, 0)),
+            pl.BlockSpec((None, splits, None), lambda i, b: (b, 0, i)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, e), lambda i, b: (b, i, 0)),
+            pl.BlockSpec((None, 1), lambda i, b: (b, i)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((b, rows, e), jnp.dtype(out_dtype)),
+            jax.ShapeDtypeStruct((b, rows), jnp.float32),
+        ],
+        num_warps=max(1, min(8, tile(splits) * tile(e) // 512)),
+    )
+    return merged, total
+
+
+def _forward_kernel(
+    aq_ref: Ref,  # [N H, R]
+    ak_ref: Ref,  # [M, Rk H]
+    av_ref: Ref,  # [M, Rv H]
+    bq_ref: Ref,  # [N R, D]
+    bk_ref: Ref,  # [M, Rk D]
+    bv_ref: Ref,  # [M, Rv E]
+    length_ref: Ref | None,  # [1]
+    out_ref: Ref,  # [N H, E]
+    lse_ref: Ref,  # [N H]
+    *,
+    plan: Plan,
+) -> None:
+    s, c = plan.s, plan.c
+    rows = Rows(plan, pl.program_id(0) if plan.row_blocks > 1 else 0)
+    aq, bq = rows.load_aq(aq_ref), rows.load_bq(bq_ref)
+    length, limit = key_range(plan, length_ref)
+    start, stop = part(pl.program_id(1), c.num_splits, pl.cdiv(limit, c.block_m))
+
+    def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top, total, acc = carry
+        keys = Keys(rows, i, limit)
+        inner = [dot(bq, load(bk_ref, *keys.features(k, s.d)).T) for k in range(s.rk)]
+        ak = [rows.spread(keys.load_a(ak_ref, k)) for k in range(s.rk)]
+        score, _ = scores(aq, inner, ak)
+        score = jnp.where(keys.seen(length), score * (plan.score_scale * LOG2E), -jnp.inf)
+        new_top = jnp.maximum(top, score.max(axis=1))
+        p = jnp.exp2(score - new_top[:, None])
+        fade = jnp.exp2(top - new_top)
+        values = (load(bv_ref, *keys.features(k, s.e)) for k in range(s.rv))
+        weights = (p * rows.spread(keys.load_a(av_ref, k)) for k in range(s.rv))
+        new = sum_of(dot(w, v) for w, v in zip(weights, values, strict=True))
+        return new_top, total * fade + p.sum(axis=1), acc * fade[:, None] + new
+
+    num_rows = rows.index.shape[0]
+    top = jnp.full((num_rows,), LOWEST, jnp.float32)
+    total = jnp.zeros((num_rows,), jnp.float32)
+    acc = jnp.zeros((num_rows, s.tile_e), jnp.float32)
+    top, total, acc = lax.fori_loop(start, stop, step, (top, total, acc))
+
+    empty = total == 0
+    nonzero = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
+    e = span(s.tile_e)
+    mask = rows.inside[:, None] & (e < s.e)[None, :]
+    store(out_ref, acc * (plan.value_scale / nonzero)[:, None], rows.index, e, mask)
+    plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
+
+
+def _merge_kernel(
+    out_ref: Ref,  # [S, E]
+    lse_ref: Ref,  # [S]
+    merged_ref: Ref,  # [E]
+    total_ref: Ref,  # [1]
+    *,
+    splits: int,
+    e: int,
+) -> None:
+    i, j = span(tile(splits)), span(tile(e))
+    lse = plgpu.load(lse_ref.at[i], mask=i < splits, other=-jnp.inf) * LOG2E
+    top = jnp.maximum(lse.max(), LOWEST)
+    weight = jnp.exp2(lse - top)
+    total = weight.sum()
+    empty = total == 0
+    nonzero = jnp.where(empty, 1.0, total)
+    out = load(out_ref, i, j, (i < splits)[:, None] & (j < e)[None, :])
+    merged = (out * (weight / nonzero)[:, None]).sum(axis=0)
+    plgpu.store(merged_ref.at[j], merged.astype(merged_ref.dtype), mask=j < e)
+    total_ref[0] = jnp.where(empty, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)

@@ -1,0 +1,157 @@
+"""How the gradient of tpa_decode runs: one pass over the keys, k and v never materialised.
+
+With u_k = aq (bq bk_k^T), s = sum_k u_k ak_k, p = exp(s - lse), t_k = dout bv_k^T,
+ds = p (sum_k t_k av_k - dout . out + dlse):
+dav_k = p t_k, dbv_k = (p av_k)^T dout, dak_k = ds u_k, and with g_k = ds ak_k, x_k = aq^T g_k:
+daq = sum_k g_k (bq bk_k^T)^T, dbq = sum_k x_k bk_k, dbk_k = x_k^T bq (scales left out).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_ops.core.launch import launch
+from pallas_ops.core.matmul import dot
+from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.kernel import LOG2E
+from pallas_ops.ops.tpa_decode.tiles import (
+    Keys,
+    Plan,
+    Ref,
+    Rows,
+    flat,
+    key_range,
+    load,
+    part,
+    per_batch,
+    scores,
+    sizes,
+    span,
+    store,
+    sum_of,
+)
+
+
+def backward(
+    aq: jax.Array,
+    ak: jax.Array,
+    av: jax.Array,
+    bq: jax.Array,
+    bk: jax.Array,
+    bv: jax.Array,
+    lengths: jax.Array | None,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array,
+    *,
+    score_scale: float,
+    value_scale: float,
+    config: TpaDecodeConfig,
+) -> tuple[jax.Array, ...]:
+    """Gradients of the six factors (with a rank axis); all rows of a batch in one program."""
+    s = sizes(aq, ak, av, bq, bv)
+    plan = Plan(s, config, score_scale, value_scale)
+    keyed = (flat(ak, 2), flat(av, 2), flat(bk, 2), flat(bv, 2))
+    queries = (flat(aq, 3), flat(bq, 3), None if lengths is None else lengths[:, None])
+    results = (flat(out, 3), flat(dout, 3), lse.reshape(s.b, -1), dlse.reshape(s.b, -1))
+    operands = (*queries, *keyed, *results)
+    splits = config.num_splits
+    partials = [(s.b, splits, s.n * s.h, s.r), (s.b, splits, s.n * s.r, s.d)]
+    daq, dbq, *dkeyed = launch(
+        partial(_backward_kernel, plan=plan),
+        *operands,
+        name="tpa_decode_backward",
+        grid=(splits, s.b),
+        in_specs=[None if x is None else per_batch(x) for x in operands],
+        out_specs=[
+            *(pl.BlockSpec((None, None, *p[2:]), lambda i, b: (b, i, 0, 0)) for p in partials),
+            *(per_batch(x) for x in keyed),
+        ],
+        out_shape=[
+            *(jax.ShapeDtypeStruct(p, jnp.float32) for p in partials),
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keyed),
+        ],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    daq, dbq = (x.sum(axis=1).astype(aq.dtype) for x in (daq, dbq))
+    dak, dav, dbk, dbv = dkeyed
+    grads = zip((daq, dak, dav, dbq, dbk, dbv), (aq, ak, av, bq, bk, bv), strict=True)
+    return tuple(g.reshape(x.shape) for g, x in grads)
+
+
+def _backward_kernel(
+    aq_ref: Ref,  # [N H, R]
+    bq_ref: Ref,  # [N R, D]
+    length_ref: Ref | None,  # [1]
+    ak_ref: Ref,  # [M, Rk H], as av_ref, dak_ref, dav_ref
+    av_ref: Ref,
+    bk_ref: Ref,  # [M, Rk D], as dbk_ref
+    bv_ref: Ref,  # [M, Rv E], as dbv_ref
+    out_ref: Ref,  # [N H, E], as dout_ref
+    dout_ref: Ref,
+    lse_ref: Ref,  # [N H], as dlse_ref
+    dlse_ref: Ref,
+    daq_ref: Ref,  # [N H, R], this split's part
+    dbq_ref: Ref,  # [N R, D], this split's part
+    dak_ref: Ref,
+    dav_ref: Ref,
+    dbk_ref: Ref,
+    dbv_ref: Ref,
+    *,
+    plan: Plan,
+) -> None:
+    s, c = plan.s, plan.c
+    rows = Rows(plan, 0)
+    aq, bq = rows.load_aq(aq_ref), rows.load_bq(bq_ref)
+    e = span(s.tile_e)
+    row_mask = rows.inside[:, None] & (e < s.e)[None, :]
+    dout = load(dout_ref, rows.index, e, row_mask)
+    out = load(out_ref, rows.index, e, row_mask)
+    lse, dlse = (
+        plgpu.load(x.at[rows.index], mask=rows.inside, other=0.0) for x in (lse_ref, dlse_ref)
+    )
+    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=1) - dlse
+    length, limit = key_range(plan, length_ref)
+    start, stop = part(pl.program_id(0), c.num_splits, pl.cdiv(s.m, c.block_m))
+
+    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        daq, dbq = carry
+        keys, stored = Keys(rows, i, limit), Keys(rows, i, s.m)
+        bk = [load(bk_ref, *keys.features(k, s.d)) for k in range(s.rk)]
+        inner = [dot(bq, x.T) for x in bk]
+        ak = [rows.spread(keys.load_a(ak_ref, k)) for k in range(s.rk)]
+        score, u = scores(aq, inner, ak)
+        p = jnp.exp2((score * plan.score_scale - lse[:, None]) * LOG2E)
+        p = jnp.where(keys.seen(length) & rows.inside[:, None], p, 0.0)
+        dp = []
+        for k in range(s.rv):
+            av = rows.spread(keys.load_a(av_ref, k)) * plan.value_scale
+            t = dot(dout, load(bv_ref, *keys.features(k, s.e)).T)
+            dp.append(t * av)
+            store(dav_ref, rows.gather(p * t) * plan.value_scale, *stored.heads(k))
+            store(dbv_ref, dot((p * av).T, dout), *stored.features(k, s.e))
+        ds = p * (sum_of(dp) - delta[:, None]) * plan.score_scale
+        for k in range(s.rk):
+            store(dak_ref, rows.gather(ds * u[k]), *stored.heads(k))
+            g = ds * ak[k]
+            x = dot(aq.T, g)
+            store(dbk_ref, dot(x.T, bq), *stored.features(k, s.d))
+            daq += dot(g, inner[k].T)
+            dbq += dot(x, bk[k])
+        return daq, dbq
+
+    daq = jnp.zeros(aq.shape, jnp.float32)
+    dbq = jnp.zeros(bq.shape, jnp.float32)
+    daq, dbq = lax.fori_loop(start, stop, step, (daq, dbq))
+    daq = jnp.where(rows.own, daq, 0.0).reshape(-1, c.block_n, s.tile_r).sum(axis=1)
+    r = span(s.tile_r)
+    store(daq_ref, daq, rows.index, r, rows.inside[:, None] & (r < s.r)[None, :])
+    d = span(s.tile_d)
+    mask = rows.rank_inside[:, None] & (d < s.d)[None, :]
+    store(dbq_ref, dbq, rows.rank_query * s.r + rows.rank, d, mask)

@@ -1,0 +1,5 @@
+"""The ops in jax.numpy: the same names and signatures, without `implementation` and `config`."""
+
+from pallas_ops.ops.tpa_decode.reference import tpa_decode as tpa_decode
+from pallas_ops.ops.tpa_decode.reference import tpa_decode_naive as tpa_decode_naive
+from pallas_ops.ops.tpa_decode.reference import tpa_decode_with_lse as tpa_decode_with_lse

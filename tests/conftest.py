@@ -1,0 +1,52 @@
+"""What every test stands on: where JAX runs, how strict it is, and where the numbers come from."""
+
+import ctypes.util
+import importlib.util
+import os
+import pathlib
+import zlib
+
+import hypothesis
+import numpy as np
+import pytest
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _has_gpu() -> bool:
+    """Whether there are a card and the libraries that JAX needs to run on it."""
+    return all(pathlib.Path("/dev", name).exists() for name in ("nvidia0", "nvidiactl")) and (
+        _installed("nvidia.cuda_runtime")
+        or _installed("nvidia.cu13")
+        or ctypes.util.find_library("cudart") is not None
+    )
+
+
+# JAX reads all of these when it is imported, which is after this file.
+if not _has_gpu():
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers share one card
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+pytest.register_assert_rewrite("tests.support")
+
+# The first example compiles, so no deadline; the same examples on every run.
+hypothesis.settings.register_profile(
+    "pallas_ops", deadline=None, derandomize=True, database=None, max_examples=20
+)
+hypothesis.settings.load_profile("pallas_ops")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that depend on the test's id and on nothing else."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))

@@ -1,0 +1,221 @@
+"""The compiler beside a card that is not there.
+
+XLA's GPU plugin compiles for a described device, so Triton, LLVM and ptxas give here, on any CPU,
+the errors, registers and spills they would give beside an NVIDIA H200. Nothing is run.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+REQUIRED = "PALLAS_OPS_REQUIRE_COMPILE"  # "1": a missing compiler is a failure, not a skip
+
+_KIND = "NVIDIA H200"
+# A GpuTargetConfigProto as text; OpenXLA keeps others in xla/backends/gpu/target_config/specs.
+_TARGET = f"""
+gpu_device_info {{
+  name: "{_KIND}"
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184  memory_bandwidth: 4800000000000  l2_cache_size: 52428800
+  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  driver_version: "12.8.0"  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{_KIND}"
+"""
+
+_PTXAS_REPORT = re.compile(
+    r"Compiling entry function '([^']+)'.*?"
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+    r"Used (\d+) registers",
+    re.DOTALL,
+)
+_COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute"
+    r"|ragged-all-to-all|reduce-scatter)(?:-start)?\("
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What ptxas says of one kernel; the stack holds spills and any arrays in local memory."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program compiled for the H200."""
+
+    compiled: jax.stages.Compiled
+    ptx: tuple[str, ...]
+
+    @functools.cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Every kernel of the program, ours and XLA's own, by name; a Pallas kernel keeps its."""
+        return tuple(
+            Kernel(
+                name=name,
+                registers=int(registers),
+                spill_bytes=int(stores) + int(loads),
+                stack_bytes=int(stack),
+            )
+            for name, stack, stores, loads, registers in sorted(
+                found for text in self.ptx for found in _PTXAS_REPORT.findall(_assemble(text))
+            )
+        )
+
+    @functools.cached_property
+    def hlo(self) -> str:
+        """The optimised program of one device, after partitioning."""
+        text = self.compiled.as_text()
+        assert text is not None
+        return text
+
+    @property
+    def collectives(self) -> collections.Counter[str]:
+        """How many collectives of each kind a device takes part in: {"all-reduce": 1}."""
+        return collections.Counter(_COLLECTIVE.findall(self.hlo))
+
+    @property
+    def memory(self) -> Any:
+        """Bytes of arguments, outputs and temporaries on one device."""
+        return self.compiled.memory_analysis()
+
+
+def h200_mesh(**axes: int) -> Mesh:
+    """A mesh of H200s to compile for: `h200_mesh(data=4, model=2)`."""
+    _require_compiler()
+    return topologies.make_mesh(
+        _topology(math.prod(axes.values())), tuple(axes.values()), tuple(axes)
+    )
+
+
+def compile_for_h200(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | None = None,
+    specs: Sequence[P] | None = None,
+) -> Program:
+    """Compiles `fn` for H200s; skips the test where the compiler is not installed.
+
+    Args:
+      fn: what to compile; jitted here if it is not yet.
+      *args: trees of arrays or of `jax.ShapeDtypeStruct`; only shapes and dtypes matter.
+      mesh: of `h200_mesh`; one device if None.
+      specs: how each argument (all of its leaves) is sharded over the mesh; replicated if None.
+
+    Raises:
+      jax.errors.JaxRuntimeError: where XLA, Triton or ptxas refuses the program.
+    """
+    mesh = mesh or h200_mesh(device=1)
+    specs = specs or [P()] * len(args)
+    structs = [
+        _structs(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs, strict=True)
+    ]
+    with _on_h200():
+        lowered = _jitted(fn).trace(*structs).lower()
+    with tempfile.TemporaryDirectory() as dump:
+        # As options of this one compilation: in XLA_FLAGS the second one breaks XLA for CPUs.
+        compiled = lowered.compile({"xla_dump_to": dump, "xla_dump_emitter_re": "ptx"})
+        ptx = tuple(path.read_text() for path in sorted(pathlib.Path(dump).rglob("*.ptx")))
+    return Program(compiled, tuple(text for text in ptx if ".entry" in text))
+
+
+def lower_for_cuda(fn: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
+    """Lowers `fn` for an H200 and stops there: Pallas has spoken, Triton and ptxas have not."""
+    with _on_h200():
+        traced = _jitted(fn).trace(*map(_structs, args))
+        lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("cuda",))
+    return lowered
+
+
+def why_unavailable() -> str | None:
+    """What is missing to compile for an H200, or None."""
+    if not any(_find(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
+        return "JAX's CUDA plugin is not installed"
+    if _ptxas() is None:
+        return "ptxas is not installed"
+    return None
+
+
+def _require_compiler() -> None:
+    reason = why_unavailable()
+    if reason and os.environ.get(REQUIRED) == "1":
+        pytest.fail(f"cannot compile for an H200, as {REQUIRED}=1 demands: {reason}")
+    if reason:
+        pytest.skip(f'{reason}: pip install -e ".[test]" on Linux')
+
+
+def _on_h200() -> contextlib.AbstractContextManager[Any]:
+    """Says which GPU is meant, where tracing or lowering asks."""
+    device = AbstractDevice(device_kind=_KIND, num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+@functools.cache
+def _topology(num_devices: int) -> topologies.TopologyDescription:
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=_TARGET, topology=f"1x1x{num_devices}"
+    )
+
+
+def _structs(tree: Any, sharding: NamedSharding | None = None) -> Any:
+    def struct(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(struct, tree)
+
+
+def _jitted(fn: Callable[..., Any]) -> Any:
+    return fn if hasattr(fn, "trace") else jax.jit(fn)
+
+
+def _find(module: str) -> list[str]:
+    """The folders of an installed package, without importing it."""
+    with contextlib.suppress(ModuleNotFoundError):
+        if spec := importlib.util.find_spec(module):
+            return list(spec.submodule_search_locations or [])
+    return []
+
+
+@functools.cache
+def _ptxas() -> str | None:
+    """The wheel's assembler, which JAX prefers as well, or else the system's."""
+    wheels = [*_find("nvidia.cuda_nvcc"), *_find("nvidia.cu13")]
+    folders = [os.path.join(wheel, "bin") for wheel in wheels]
+    return shutil.which("ptxas", path=os.pathsep.join(folders)) or shutil.which("ptxas")
+
+
+def _assemble(ptx: str) -> str:
+    """What `ptxas -v` has to say."""
+    command = [_ptxas() or "ptxas", "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
+    return subprocess.run(command, input=ptx, text=True, capture_output=True, check=True).stderr

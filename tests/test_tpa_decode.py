@@ -1,0 +1,360 @@
+"""tpa_decode: reference against a loop, kernels against the reference, laws, refusals, config."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import pallas_ops
+from pallas_ops import TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.config import Sizes, choose, choose_backward
+from tests.support import (
+    assert_as_good_as_reference,
+    assert_close,
+    case,
+    in_float64,
+    kernel_implementation,
+    random_array,
+    random_cotangents,
+    value_and_vjp,
+)
+
+KERNEL = kernel_implementation()
+Rng = np.random.Generator
+SHAPES = [
+    case(b=2, n=1, m=96, h=4, r=3, d=16, e=8),
+    case(b=2, n=1, m=67, h=17, r=31, d=127, e=65),
+    case(b=1, n=1, m=2, h=1, r=1, d=1, e=1),
+    case(b=2, n=3, m=70, h=5, r=6, d=24, e=16),
+    case(b=1, n=2, m=45, h=3, r=4, d=16, e=16, rk=2, rv=3),
+]
+
+
+def factors(
+    rng: Rng,
+    dtype: Any = jnp.float32,
+    *,
+    b: int = 2,
+    n: int = 1,
+    m: int = 40,
+    h: int = 3,
+    r: int = 4,
+    d: int = 16,
+    e: int = 8,
+    rk: int | None = None,
+    rv: int | None = None,
+    scale: float = 1.0,
+) -> tuple[jax.Array, ...]:
+    """aq, ak, av, bq, bk, bv."""
+    key, value = () if rk is None else (rk,), () if rv is None else (rv,)
+    shapes = [(b, n, h, r), (b, m, *key, h), (b, m, *value, h)]
+    shapes += [(b, n, r, d), (b, m, *key, d), (b, m, *value, e)]
+    return tuple(random_array(rng, shape, dtype, scale) for shape in shapes)
+
+
+def loop(
+    xs: tuple[jax.Array, ...], lengths: Any
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Output and log-sum-exp, one query and head at a time, in float64."""
+    aq, ak, av, bq, bk, bv = (np.asarray(x, np.float64) for x in xs)
+    ak, av, bk, bv = (x[:, :, None] if x.ndim == 3 else x for x in (ak, av, bk, bv))
+    b, n, h, r = aq.shape
+    out, lse = np.zeros((b, n, h, bv.shape[-1])), np.full((b, n, h), -np.inf)
+    for i, j, k in np.ndindex(b, n, h):
+        seen = max(0, min(int(lengths[i]), bk.shape[1]) - (n - 1 - j))
+        q = sum(aq[i, j, k, x] * bq[i, j, x] for x in range(r)) / r
+        keys = np.einsum("mr,mrd->md", ak[i, :seen, :, k], bk[i, :seen]) / ak.shape[2]
+        values = np.einsum("mr,mre->me", av[i, :seen, :, k], bv[i, :seen]) / av.shape[2]
+        score = keys @ q * bq.shape[-1] ** -0.5
+        if seen:
+            p = np.exp(score - score.max())
+            out[i, j, k] = p @ values / p.sum()
+            lse[i, j, k] = np.log(p.sum()) + score.max()
+    return out, lse
+
+
+def both(implementation: Any = None, **kwargs: Any) -> Callable[..., Any]:
+    """Output and log-sum-exp, compiled."""
+    return jax.jit(partial(pallas_ops.tpa_decode_with_lse, implementation=implementation, **kwargs))
+
+
+# Reference
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_references_are_the_loop(rng: Rng, shape: dict[str, int]) -> None:
+    xs = factors(rng, **shape)
+    lengths = jnp.asarray(rng.integers(0, shape["m"] + 1, shape["b"]), jnp.int32)
+    out, lse = loop(xs, lengths)
+    got = pallas_ops.reference.tpa_decode_with_lse(*xs, lengths=lengths)
+    assert_close(got, (out, lse), terms=shape["m"])
+    naive = pallas_ops.reference.tpa_decode_naive(*xs, lengths=lengths)
+    assert_close(naive, out, terms=shape["m"])
+    full = pallas_ops.reference.tpa_decode(*xs)
+    assert_close(full, loop(xs, [shape["m"]] * shape["b"])[0], terms=shape["m"])
+
+
+def test_scales_multiply_what_they_name(rng: Rng) -> None:
+    aq, ak, av, bq, bk, bv = factors(rng)
+    given = dict(scale=0.3, scale_q=0.5, scale_k=2.0, scale_v=0.7)
+    want = loop((aq * 0.5 * 4, ak * 2 * 0.3 * 4, av * 0.7, bq, bk, bv), [40, 40])[0]
+    for implementation in ("xla", KERNEL):
+        got = both(implementation, **given)(aq, ak, av, bq, bk, bv)[0]
+        assert_close(got, want, terms=40)
+
+
+# Forward
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_is_as_good_as_the_reference(rng: Rng, shape: dict[str, int], dtype: Any) -> None:
+    xs = factors(rng, dtype, **shape)
+    lengths = jnp.asarray(rng.integers(1, shape["m"] + 1, shape["b"]), jnp.int32)
+    for kwargs in ({}, {"lengths": lengths}):
+        got = both(KERNEL, **kwargs)(*xs)
+        own = both("xla", **kwargs)(*xs)
+        truth = loop(xs, kwargs.get("lengths", [shape["m"]] * shape["b"]))
+        assert_as_good_as_reference(got, own, truth, floor=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scores_in_the_tens_keep_their_precision(rng: Rng, dtype: Any) -> None:
+    xs = factors(rng, dtype, b=1, m=128, h=8, r=16, d=64, e=32)
+    xs = (xs[0] * 40, *xs[1:])
+    assert_as_good_as_reference(both(KERNEL)(*xs), both("xla")(*xs), loop(xs, [128]), floor=1e-5)
+
+
+CONFIGS = [
+    case(block_h=5, num_splits=1),
+    case(block_h=1, num_splits=1),
+    case(block_h=2, num_splits=3, block_m=16),
+    case(block_h=5, num_splits=7, block_m=32, num_stages=1),
+    case(block_h=5, block_n=2, num_splits=1, num_warps=2),
+    case(block_h=4, block_n=4, num_splits=2, block_m=16),
+    case(block_h=8, num_splits=64, block_m=16),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_gives_the_same(rng: Rng, config: dict[str, int]) -> None:
+    xs = factors(rng, n=3, m=70, h=5)
+    lengths = jnp.asarray([70, 33], jnp.int32)
+    got = both(KERNEL, lengths=lengths, config=TpaDecodeConfig(**config))(*xs)
+    assert_close(got, loop(xs, lengths), terms=70)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+@pytest.mark.parametrize("n", [1, 4])
+def test_keys_beyond_the_length_do_not_exist(rng: Rng, n: int, implementation: Any) -> None:
+    aq, ak, av, bq, bk, bv = factors(rng, b=5, n=n, m=40)
+    lengths = jnp.asarray([0, 1, 17, 40, 99], jnp.int32)
+    gone = jnp.arange(40)[None, :, None] >= lengths[:, None, None]
+    poisoned = [
+        jnp.where(gone, bad, x)
+        for x, bad in zip((ak, av, bk, bv), (jnp.nan, jnp.inf) * 2, strict=True)
+    ]
+    xs = (aq, *poisoned[:2], bq, *poisoned[2:])
+    got = both(implementation)(*xs, lengths=lengths)
+    assert_close(got, loop((aq, ak, av, bq, bk, bv), lengths), terms=40)
+    assert not np.asarray(got[0][0]).any()
+    assert (np.asarray(got[1][0]) == -np.inf).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_nan_in_the_cache_reaches_its_own_batch_element_only(rng: Rng, implementation: Any) -> None:
+    aq, ak, av, bq, bk, bv = factors(rng)
+    out = both(implementation)(aq, ak, av, bq, bk.at[1, 3, 2].set(jnp.nan), bv)[0]
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+
+
+# Gradient
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradient_is_as_good_as_the_reference(rng: Rng, shape: dict[str, int], dtype: Any) -> None:
+    xs = factors(rng, dtype, **shape)
+    lengths = jnp.asarray(rng.integers(shape["n"], shape["m"] + 1, shape["b"]), jnp.int32)
+    for kwargs in ({}, {"lengths": lengths}):
+        kernel, reference = both(KERNEL, **kwargs), both("xla", **kwargs)
+        cotangents = random_cotangents(rng, jax.eval_shape(kernel, *xs))
+        got = value_and_vjp(kernel, xs, cotangents)[1]
+        own = value_and_vjp(reference, xs, cotangents)[1]
+        pull = lambda *xs, f=reference: value_and_vjp(f, xs[:6], xs[6:])[1]  # noqa: E731
+        truth = in_float64(pull, *xs, *cotangents)
+        assert_as_good_as_reference(got, own, truth, floor=4e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_one_key_takes_all_attention(rng: Rng, implementation: Any) -> None:
+    xs = factors(rng, m=1)
+    f = jax.jit(partial(pallas_ops.tpa_decode, implementation=implementation))
+    cotangents = random_cotangents(rng, jax.eval_shape(f, *xs))
+    out, (daq, dak, _, dbq, dbk, _) = value_and_vjp(f, xs, cotangents)
+    assert_close(out, (xs[2] * 1.0)[..., None] * xs[5][:, :, None])
+    for grad in (daq, dak, dbq, dbk):
+        assert_close(grad, np.zeros(grad.shape), scale=1.0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, KERNEL])
+def test_gradient_of_keys_that_do_not_exist_is_zero(rng: Rng, implementation: Any) -> None:
+    xs = factors(rng, b=3, m=40)
+    lengths = jnp.asarray([0, 7, 40], jnp.int32)
+    gone = np.arange(40)[None, :] >= np.asarray(lengths)[:, None]
+    poisoned = (xs[0], *(jnp.where(gone[..., None], jnp.nan, x) for x in xs[1:3]), xs[3])
+    poisoned += tuple(jnp.where(gone[..., None], jnp.nan, x) for x in xs[4:])
+    f = both(implementation, lengths=lengths)
+    out, lse = f(*poisoned)
+    cotangents = random_cotangents(rng, (out, lse))
+    grads = value_and_vjp(f, poisoned, cotangents)[1]
+    for grad in grads:
+        assert np.isfinite(grad).all()
+    for i in (1, 2, 4, 5):
+        assert not np.asarray(grads[i])[gone].any()
+    assert not np.asarray(grads[0][0]).any()
+
+
+def test_gradient_of_many_rows_falls_back(rng: Rng) -> None:
+    xs = factors(rng, b=1, n=20, m=24, h=9)
+    assert (
+        choose_backward(Sizes(b=1, n=20, m=24, h=9, r=4, d=16, e=8, rk=1, rv=1, itemsize=4)) is None
+    )
+    cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
+    got = value_and_vjp(both(KERNEL), xs, cotangents)[1]
+    assert_close(got, value_and_vjp(both("xla"), xs, cotangents)[1], terms=24)
+
+
+# Laws
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_order_of_the_cache_does_not_matter(rng: Rng, implementation: Any) -> None:
+    aq, ak, av, bq, bk, bv = factors(rng)
+    order = rng.permutation(40)
+    got = both(implementation)(aq, ak[:, order], av[:, order], bq, bk[:, order], bv[:, order])
+    assert_close(got, both(implementation)(aq, ak, av, bq, bk, bv), terms=40)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_parts_of_the_cache_merge_by_their_lse(rng: Rng, implementation: Any) -> None:
+    xs = factors(rng)
+    parts = [
+        tuple(x[:, i] if x.shape[1] == 40 else x for x in xs) for i in (slice(0, 13), slice(13, 40))
+    ]
+    (o1, l1), (o2, l2) = (both(implementation)(*part) for part in parts)
+    weight = jax.nn.sigmoid(l1 - l2)[..., None]
+    want = both(implementation)(*xs)
+    assert_close(weight * o1 + (1 - weight) * o2, want[0], terms=40)
+    assert_close(jnp.logaddexp(l1, l2), want[1], terms=40)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_several_queries_are_as_many_steps(rng: Rng, implementation: Any) -> None:
+    aq, ak, av, bq, bk, bv = factors(rng, n=3)
+    got = both(implementation)(aq, ak, av, bq, bk, bv)[0]
+    for i in range(3):
+        m = 38 + i
+        one = slice(i, i + 1)
+        cache = (x[:, :m] for x in (ak, av, bk, bv))
+        ak_, av_, bk_, bv_ = cache
+        want = both(implementation)(aq[:, one], ak_, av_, bq[:, one], bk_, bv_)[0]
+        assert_close(got[:, one], want, terms=40)
+
+
+@pytest.mark.parametrize("axis", ["b", "n", "m", "h", "r", "d", "e"])
+def test_an_axis_of_size_zero(rng: Rng, axis: str) -> None:
+    shape = dict(b=2, n=1, m=4, h=3, r=2, d=8, e=8) | {axis: 0}
+    xs = factors(rng, **shape)
+    out, lse = pallas_ops.tpa_decode_with_lse(*xs)
+    assert out.shape == (shape["b"], shape["n"], shape["h"], shape["e"])
+    assert np.isfinite(out).all()
+    if axis == "m":
+        assert (np.asarray(lse) == -np.inf).all()
+    if axis in "rd":  # every score is 0
+        assert_close(lse, np.full(lse.shape, np.log(4.0)))
+
+
+# Refusals
+
+REFUSED = [
+    (
+        dict(aq=jnp.zeros((2, 3, 4))),
+        ValueError,
+        r"aq.shape is \(2, 3, 4\); accepted: \[B, N, H, R\]",
+    ),
+    (dict(bk=jnp.zeros((2, 9, 16))), ValueError, r"bk.shape is \(2, 9, 16\).*M=40"),
+    (dict(av=jnp.zeros((2, 40, 7))), ValueError, r"av.shape is \(2, 40, 7\).*H=3"),
+    (dict(av=jnp.zeros((2, 40, 2, 3))), ValueError, r"bv.shape is .*; accepted: \[B, M, Rv, E\]"),
+    (
+        dict(bv=jnp.zeros((2, 40, 8), jnp.bfloat16)),
+        TypeError,
+        r"bv.dtype is 'bfloat16'; accepted: .*float32",
+    ),
+    (
+        dict(aq=jnp.zeros((2, 1, 3, 4), jnp.int32)),
+        TypeError,
+        r"aq.dtype is 'int32'; accepted: bfloat16",
+    ),
+    (dict(lengths=jnp.zeros((3,), jnp.int32)), ValueError, r"lengths.shape is \(3,\).*B=2"),
+    (dict(lengths=jnp.zeros((2,))), TypeError, r"lengths.dtype is 'float32'; accepted: integers"),
+    (dict(scale="1"), TypeError, r"scale is '1'; accepted: a Python or NumPy real number"),
+    (
+        dict(implementation="cuda"),
+        ValueError,
+        r"implementation is 'cuda'; accepted: None, 'triton'",
+    ),
+    (dict(config=3), TypeError, r"config is 3; accepted: None or a TpaDecodeConfig"),
+    (dict(axis_name=0), TypeError, r"axis_name is 0; accepted: None or a str"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), REFUSED)
+def test_refusals_say_what_would_be_accepted(
+    rng: Rng, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    xs = dict(zip(("aq", "ak", "av", "bq", "bk", "bv"), factors(rng), strict=True)) | change
+    with pytest.raises(error, match=message):
+        jax.eval_shape(lambda: pallas_ops.tpa_decode(**xs))
+
+
+def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None:
+    with jax.enable_x64(True):
+        xs = factors(rng, jnp.float64)
+        assert_close(both()(*xs), loop(xs, [40, 40]), terms=40)
+        with pytest.raises(
+            ValueError, match="implementation is 'triton', whose kernel does not take float64"
+        ):
+            pallas_ops.tpa_decode(*xs, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(block_m=24), "block_m is 24; accepted: a power of two >= 16"),
+        (dict(num_splits=0), "num_splits is 0; accepted: an int >= 1"),
+        (dict(block_h=1.5), "block_h is 1.5; accepted: an int >= 1"),
+    ],
+)
+def test_config_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TpaDecodeConfig(**({"block_h": 4} | change))
+
+
+# Config
+
+
+@pytest.mark.parametrize("b", [1, 8, 32, 100, 500])
+@pytest.mark.parametrize("m", [1, 256, 32768, 2**20])
+def test_choice_fills_the_card_without_idle_splits(b: int, m: int) -> None:
+    s = Sizes(b=b, n=1, m=m, h=32, r=16, d=128, e=128, rk=1, rv=1, itemsize=2)
+    c = choose(s)
+    assert c.num_splits * b <= max(132, b)
+    assert c.num_splits <= -(-m // 32)
+    assert (c.num_stages - 1) * c.block_m * s.key_bytes(c.block_h) <= 184_000
