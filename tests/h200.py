@@ -103,12 +103,17 @@ class Program:
     @property
     def collectives(self) -> collections.Counter[str]:
         """How many collectives of each kind a device takes part in: {"all-reduce": 1}."""
-        return collections.Counter(_COLLECTIVE.findall(self.hlo))
+        return count_collectives(self.hlo)
 
     @property
     def memory(self) -> Any:
         """Bytes of arguments, outputs and temporaries on one device."""
         return self.compiled.memory_analysis()
+
+
+def count_collectives(hlo: str) -> collections.Counter[str]:
+    """How many collectives of each kind an optimised program has."""
+    return collections.Counter(_COLLECTIVE.findall(hlo))
 
 
 def h200_mesh(**axes: int) -> Mesh:
@@ -141,10 +146,9 @@ def compile_for_h200(
     structs = [
         _structs(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs, strict=True)
     ]
-    with _on_h200():
+    # As options of this one compilation: in XLA_FLAGS the second one breaks XLA for CPUs.
+    with on_h200(), tempfile.TemporaryDirectory() as dump:
         lowered = _jitted(fn).trace(*structs).lower()
-    with tempfile.TemporaryDirectory() as dump:
-        # As options of this one compilation: in XLA_FLAGS the second one breaks XLA for CPUs.
         compiled = lowered.compile({"xla_dump_to": dump, "xla_dump_emitter_re": "ptx"})
         ptx = tuple(path.read_text() for path in sorted(pathlib.Path(dump).rglob("*.ptx")))
     return Program(compiled, tuple(text for text in ptx if ".entry" in text))
@@ -152,10 +156,16 @@ def compile_for_h200(
 
 def lower_for_cuda(fn: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
     """Lowers `fn` for an H200 and stops there: Pallas has spoken, Triton and ptxas have not."""
-    with _on_h200():
+    with on_h200():
         traced = _jitted(fn).trace(*map(_structs, args))
         lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("cuda",))
     return lowered
+
+
+def on_h200() -> contextlib.AbstractContextManager[Any]:
+    """Says which GPU is meant, where tracing or lowering asks."""
+    device = AbstractDevice(device_kind=_KIND, num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def why_unavailable() -> str | None:
@@ -173,12 +183,6 @@ def _require_compiler() -> None:
         pytest.fail(f"cannot compile for an H200, as {REQUIRED}=1 demands: {reason}")
     if reason:
         pytest.skip(f'{reason}: pip install -e ".[test]" on Linux')
-
-
-def _on_h200() -> contextlib.AbstractContextManager[Any]:
-    """Says which GPU is meant, where tracing or lowering asks."""
-    device = AbstractDevice(device_kind=_KIND, num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 @functools.cache

@@ -161,7 +161,20 @@ def _lower_elsewhere(*xs: jax.Array, bound: Bound) -> tuple[jax.Array, ...]:
     return bound.reference(*xs)
 
 
-mlir.register_lowering(dispatch_p, mlir.lower_fun(_lower_elsewhere, multiple_results=True))
-mlir.register_lowering(
-    dispatch_p, mlir.lower_fun(_lower_for_cuda, multiple_results=True), platform="cuda"
-)
+def _rule(run: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
+    """Lowers `run` on arrays of plain types.
+
+    What varies over which mesh axes (`jax.shard_map`) is the primitive's own affair: the
+    interpreter of kernels mixes varying blocks with constants, which JAX would refuse.
+    """
+    lower = mlir.lower_fun(run, multiple_results=True)
+
+    def rule(ctx: mlir.LoweringRuleContext, *xs: Any, bound: Bound) -> Any:
+        plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        return lower(ctx.replace(avals_in=plain), *xs, bound=bound)
+
+    return rule
+
+
+mlir.register_lowering(dispatch_p, _rule(_lower_elsewhere))
+mlir.register_lowering(dispatch_p, _rule(_lower_for_cuda), platform="cuda")

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-
-from pallas_ops.core import vary
+from jax.sharding import ManualAxisType
 
 _INTERPRETED = contextvars.ContextVar("pallas_ops_interpreted", default=False)
 
@@ -45,7 +44,11 @@ def launch(
         # A fresh partial per launch: JAX 0.11.0 to 0.11.2 may otherwise reuse a kernel traced
         # for another grid (jax-ml/jax#40847).
         functools.partial(kernel),
-        out_shape=[vary.like(shape, operands) for shape in out_shape],
+        # Inside `jax.shard_map` Pallas asks over what results vary: below dispatch, nothing does.
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=ManualAxisType())
+            for x in out_shape
+        ],
         grid=grid,
         in_specs=list(in_specs),
         out_specs=list(out_specs),

@@ -39,8 +39,8 @@ def tpa_decode(
     and neither k nor v is ever materialised. Query n of N is token length - N + n of the cache: it
     sees keys m < length - (N - 1 - n).
 
-    Computed in float32 throughout (products on the tensor cores lose nothing of either side),
-    returned in the dtype of the factors.
+    Computed in float32 and returned in the dtype of the factors; nothing is rounded to 16 bits on
+    the way (a float32 side of a tensor-core product keeps 17 bits or more).
 
     Args:
       aq: query head factors [B, N, H, R]; bfloat16, float16, float32 (float64 runs the reference).

@@ -82,8 +82,8 @@ def choose(s: Sizes, *, num_sms: int = 132) -> TpaDecodeConfig:
     programs = s.b * -(-s.h // block_h) * -(-s.n // block_n)
     num_splits = max(1, min(num_sms // programs, -(-s.m // 32)))
     keys = -(-s.m // num_splits)
-    block_m = 128 if keys >= 1024 else 64 if keys > 32 else 32
-    most_stages = 4 if block_m == 64 and keys >= 512 else 3
+    block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
+    most_stages = 4 if block_m == 64 and keys >= 1024 else 3
     block_m, num_stages = fit(block_m, most_stages, s.key_bytes(block_h), s.itemsize)
     rows = block_n * tile(block_h)
     return TpaDecodeConfig(

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_ops.core.fastmath import exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.matmul import dot
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose, tile
@@ -31,7 +32,6 @@ from pallas_ops.ops.tpa_decode.tiles import (
     sizes,
     span,
     store,
-    sum_of,
 )
 
 LOG2E = math.log2(math.e)
@@ -130,17 +130,19 @@ def _forward_kernel(
     def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry
         keys = Keys(rows, i, limit)
-        inner = [dot(bq, load(bk_ref, *keys.features(k, s.d)).T) for k in range(s.rk)]
+        scale = plan.score_scale * LOG2E
+        inner = [scale * dot(bq, load(bk_ref, *keys.features(k, s.d)).T) for k in range(s.rk)]
         ak = [rows.spread(keys.load_a(ak_ref, k)) for k in range(s.rk)]
         score, _ = scores(aq, inner, ak)
-        score = jnp.where(keys.seen(length), score * (plan.score_scale * LOG2E), -jnp.inf)
+        score = jnp.where(keys.seen(length), score, -jnp.inf)
         new_top = jnp.maximum(top, score.max(axis=1))
-        p = jnp.exp2(score - new_top[:, None])
-        fade = jnp.exp2(top - new_top)
-        values = (load(bv_ref, *keys.features(k, s.e)) for k in range(s.rv))
-        weights = (p * rows.spread(keys.load_a(av_ref, k)) for k in range(s.rv))
-        new = sum_of(dot(w, v) for w, v in zip(weights, values, strict=True))
-        return new_top, total * fade + p.sum(axis=1), acc * fade[:, None] + new
+        p = exp2(score - new_top[:, None])
+        fade = exp2(top - new_top)
+        acc = acc * fade[:, None]
+        for k in range(s.rv):
+            weight = p * rows.spread(keys.load_a(av_ref, k))
+            acc = dot(weight, load(bv_ref, *keys.features(k, s.e)), acc)
+        return new_top, total * fade + p.sum(axis=1), acc
 
     num_rows = rows.index.shape[0]
     top = jnp.full((num_rows,), LOWEST, jnp.float32)

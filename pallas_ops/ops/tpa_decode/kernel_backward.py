@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_ops.core.fastmath import exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.matmul import dot
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
@@ -127,7 +128,7 @@ def _backward_kernel(
         inner = [dot(bq, x.T) for x in bk]
         ak = [rows.spread(keys.load_a(ak_ref, k)) for k in range(s.rk)]
         score, u = scores(aq, inner, ak)
-        p = jnp.exp2((score * plan.score_scale - lse[:, None]) * LOG2E)
+        p = exp2((score * plan.score_scale - lse[:, None]) * LOG2E)
         p = jnp.where(keys.seen(length) & rows.inside[:, None], p, 0.0)
         dp = []
         for k in range(s.rv):
@@ -142,8 +143,8 @@ def _backward_kernel(
             g = ds * ak[k]
             x = dot(aq.T, g)
             store(dbk_ref, dot(x.T, bq), *stored.features(k, s.d))
-            daq += dot(g, inner[k].T)
-            dbq += dot(x, bk[k])
+            daq = dot(g, inner[k].T, daq)
+            dbq = dot(x, bk[k], dbq)
         return daq, dbq
 
     daq = jnp.zeros(aq.shape, jnp.float32)
