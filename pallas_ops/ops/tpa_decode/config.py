@@ -102,7 +102,8 @@ def choose_backward(s: Sizes, *, num_sms: int = 132) -> TpaDecodeConfig | None:
     rows = block_n * tile(s.h)
     if rows > 256:
         return None
-    block_m, num_stages = fit(64 if rows <= 64 else 32, 2, s.key_bytes(s.h), 4)
+    block_m = 64 if rows <= 64 and s.itemsize == 2 else 32
+    block_m, num_stages = fit(block_m, 2, s.key_bytes(s.h), 4)
     num_splits = max(1, min(2 * num_sms // s.b, -(-s.m // block_m)))
     return TpaDecodeConfig(
         block_h=s.h,
