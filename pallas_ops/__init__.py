@@ -10,6 +10,9 @@ from jax.experimental.pallas import triton as _triton
 from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
 
 from pallas_ops import reference as reference
+from pallas_ops.ops.logcumsumexp import LogcumsumexpConfig as LogcumsumexpConfig
+from pallas_ops.ops.logcumsumexp import logcumsumexp as logcumsumexp
+from pallas_ops.ops.logcumsumexp import logcumsumexp_with_state as logcumsumexp_with_state
 from pallas_ops.ops.tpa_decode import TpaDecodeConfig as TpaDecodeConfig
 from pallas_ops.ops.tpa_decode import tpa_decode as tpa_decode
 from pallas_ops.ops.tpa_decode import tpa_decode_with_lse as tpa_decode_with_lse

@@ -1,5 +1,9 @@
 """The ops in jax.numpy: the same names and signatures, without `implementation` and `config`."""
 
+from pallas_ops.ops.logcumsumexp.reference import logcumsumexp as logcumsumexp
+from pallas_ops.ops.logcumsumexp.reference import (
+    logcumsumexp_with_state as logcumsumexp_with_state,
+)
 from pallas_ops.ops.tpa_decode.reference import tpa_decode as tpa_decode
 from pallas_ops.ops.tpa_decode.reference import tpa_decode_naive as tpa_decode_naive
 from pallas_ops.ops.tpa_decode.reference import tpa_decode_with_lse as tpa_decode_with_lse

@@ -2,20 +2,24 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import pallas_ops
 from pallas_ops.ops.tpa_decode.vjp import RESIDUALS as TPA_DECODE_RESIDUALS
-from tests.support import random_array
+from tests.support import random_array, random_cotangents
 
 Arrays = tuple[Any, ...]
+Axes = Sequence[int | None]  # in_axes
+Layout = Mapping[str, Any]  # from array axes to the mesh axes they are split over
+TERMS = 64  # more numbers than are added up anywhere in the tiny operands' results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,13 +31,15 @@ class TestedOp:
 
     __test__ = False
 
-    name: str  # of the op; its kernel is `pallas_ops_<name>`
+    name: str
     fn: Callable[..., Arrays]  # fn(*operands, implementation)
     operands: tuple[str, ...]
     results: tuple[str, ...]
     sizes: Mapping[str, int]  # tiny ones, to run
     large: Mapping[str, int]  # as in earnest, to compile
     integers: Mapping[int, tuple[int, int]]  # the operands that are integers, and their range
+    kernels: tuple[str, ...]  # of the forward pass, without `pallas_ops_`
+    gradient_kernels: tuple[str, ...]  # and of the backward pass
     residuals: str  # what `jax.checkpoint` can keep
     split: tuple[str, ...]  # axes that stay sharded
     whole: tuple[str, ...]  # axes that are gathered
@@ -62,6 +68,10 @@ class TestedOp:
         """All operands."""
         return tuple(self.argument(rng, i, dtype, **sizes) for i in range(len(self.operands)))
 
+    def even_arguments(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
+        """All operands, of sizes that can be split over eight devices."""
+        return self.arguments(rng, **dict.fromkeys(self.split + self.whole, 8))
+
     def structs(self, dtype: Any, **sizes: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The large operands, of other sizes where given, to compile for."""
         sizes = {**self.large, **sizes}
@@ -79,6 +89,11 @@ def compiled(op: TestedOp, implementation: str | None) -> Any:
     return jax.jit(functools.partial(op.fn, implementation=implementation))
 
 
+def random_weights(rng: np.random.Generator, op: TestedOp, xs: Arrays) -> Any:
+    """Cotangents of the op's results."""
+    return random_cotangents(rng, jax.eval_shape(compiled(op, "xla"), *xs))
+
+
 def weighted(fn: Callable[..., Arrays], weights: Arrays) -> Callable[..., jax.Array]:
     """A scalar function whose gradient is the pullback of `weights`."""
 
@@ -88,9 +103,55 @@ def weighted(fn: Callable[..., Arrays], weights: Arrays) -> Callable[..., jax.Ar
     return loss
 
 
-def spec(axes: str, split: Mapping[str, Any]) -> P:
-    """How an array of these axes is sharded, where `split` maps axes to mesh axes."""
-    return P(*(split.get(axis) for axis in axes.split()))
+def loop(fn: Callable[..., Any], in_axes: Axes) -> Callable[..., Any]:
+    """What `jax.vmap(fn, in_axes)` means."""
+
+    def looped(*xs: jax.Array) -> Any:
+        size = next(x.shape[a] for x, a in zip(xs, in_axes, strict=True) if a is not None)
+        parts = [
+            fn(*(x if a is None else jnp.take(x, i, a) for x, a in zip(xs, in_axes, strict=True)))
+            for i in range(size)
+        ]
+        return jax.tree.map(lambda *ys: jnp.stack(ys), *parts)
+
+    return looped
+
+
+def batched(rng: np.random.Generator, op: TestedOp, *levels: Axes) -> tuple[jax.Array, ...]:
+    """Operands to map over by in_axes `levels[0]`, then by `levels[1]`, and so on."""
+
+    def argument(i: int, axes: list[int]) -> jax.Array:
+        if not axes:
+            return op.argument(rng, i)
+        return jnp.stack([argument(i, axes[1:]) for _ in range(2)], axes[0])
+
+    return tuple(
+        argument(i, [axis for axes in levels if (axis := axes[i]) is not None])
+        for i in range(len(op.operands))
+    )
+
+
+def pullback(op: TestedOp, fn: Callable[..., Arrays]) -> Callable[..., Any]:
+    """From weights of the results and the operands to the gradients of `weighted`."""
+    n = op.num_floating
+    return lambda weights, xs: jax.vjp(lambda *ys: fn(*ys, *xs[n:]), *xs[:n])[1](weights)
+
+
+def cpu_mesh(kind: AxisType = AxisType.Auto) -> Mesh:
+    """The eight CPUs that tests have."""
+    return Mesh(np.reshape(jax.devices("cpu"), (4, 2)), ("x", "y"), axis_types=(kind, kind))
+
+
+def specs(axes: Sequence[str], layout: Layout) -> tuple[P, ...]:
+    """How arrays of these axes are sharded."""
+    return tuple(P(*(layout.get(axis) for axis in x.split())) for x in axes)
+
+
+def words(x: Any) -> str:
+    """An id of an op or of a layout."""
+    if isinstance(x, TestedOp):
+        return x.name
+    return "-".join(f"{axis}_{''.join(names)}" for axis, names in x.items())
 
 
 def _tpa_decode(*operands: jax.Array, implementation: Any = None) -> Arrays:
@@ -107,9 +168,12 @@ OPS = [
         sizes=dict(b=2, n=2, m=33, h=3, r=2, d=4, e=5),
         large=dict(b=8, n=1, m=32768, h=32, r=16, d=128, e=128),
         integers={6: (2, 33)},  # every query sees a key
+        kernels=("tpa_decode", "tpa_decode_merge"),
+        gradient_kernels=("tpa_decode_backward",),
         residuals=TPA_DECODE_RESIDUALS,
         split=("b", "h", "e"),
         whole=("n", "m", "r", "d"),
     ),
 ]
-every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+TPA_DECODE = OPS[0]
+every_op = pytest.mark.parametrize("op", OPS, ids=words)

@@ -12,7 +12,13 @@ import pytest
 
 import pallas_ops
 from pallas_ops import TpaDecodeConfig
-from pallas_ops.ops.tpa_decode.config import Sizes, choose, choose_backward
+from pallas_ops.ops.tpa_decode.config import (
+    SHARED_MEMORY,
+    Sizes,
+    choose,
+    choose_backward,
+    forward_bytes,
+)
 from tests.support import (
     assert_as_good_as_reference,
     assert_close,
@@ -83,6 +89,13 @@ def both(implementation: Any = None, **kwargs: Any) -> Callable[..., Any]:
     return jax.jit(partial(pallas_ops.tpa_decode_with_lse, implementation=implementation, **kwargs))
 
 
+def lengths_to_try(rng: Rng, shape: dict[str, int]) -> list[tuple[Any, jax.Array]]:
+    """What to give the kernel, and what it means; every query sees a key."""
+    b, n, m = shape["b"], shape["n"], shape["m"]
+    some = jnp.asarray(rng.integers(n, m + 1, b), jnp.int32)
+    return [(None, jnp.full(b, m, jnp.int32)), (some, some)]
+
+
 # Reference
 
 
@@ -115,12 +128,10 @@ def test_scales_multiply_what_they_name(rng: Rng) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_is_as_good_as_the_reference(rng: Rng, shape: dict[str, int], dtype: Any) -> None:
     xs = factors(rng, dtype, **shape)
-    lengths = jnp.asarray(rng.integers(1, shape["m"] + 1, shape["b"]), jnp.int32)
-    for kwargs in ({}, {"lengths": lengths}):
-        got = both(KERNEL, **kwargs)(*xs)
-        own = both("xla", **kwargs)(*xs)
-        truth = loop(xs, kwargs.get("lengths", [shape["m"]] * shape["b"]))
-        assert_as_good_as_reference(got, own, truth, floor=2e-6)
+    kernel, reference = both(KERNEL), both("xla")
+    for given, lengths in lengths_to_try(rng, shape):
+        got, own = kernel(*xs, lengths=given), reference(*xs, lengths=lengths)
+        assert_as_good_as_reference(got, own, loop(xs, lengths), floor=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -177,18 +188,22 @@ def test_nan_in_the_cache_reaches_its_own_batch_element_only(rng: Rng, implement
 # Gradient
 
 
+def pull(
+    xs: tuple[jax.Array, ...], lengths: Any, cotangents: Any, *, implementation: Any = "xla"
+) -> Any:
+    f = partial(pallas_ops.tpa_decode_with_lse, lengths=lengths, implementation=implementation)
+    return jax.vjp(f, *xs)[1](cotangents)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradient_is_as_good_as_the_reference(rng: Rng, shape: dict[str, int], dtype: Any) -> None:
     xs = factors(rng, dtype, **shape)
-    lengths = jnp.asarray(rng.integers(shape["n"], shape["m"] + 1, shape["b"]), jnp.int32)
-    for kwargs in ({}, {"lengths": lengths}):
-        kernel, reference = both(KERNEL, **kwargs), both("xla", **kwargs)
-        cotangents = random_cotangents(rng, jax.eval_shape(kernel, *xs))
-        got = value_and_vjp(kernel, xs, cotangents)[1]
-        own = value_and_vjp(reference, xs, cotangents)[1]
-        pull = lambda *xs, f=reference: value_and_vjp(f, xs[:6], xs[6:])[1]  # noqa: E731
-        truth = in_float64(pull, *xs, *cotangents)
+    cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
+    kernel = jax.jit(partial(pull, implementation=KERNEL))
+    for given, lengths in lengths_to_try(rng, shape):
+        got, own = kernel(xs, given, cotangents), jax.jit(pull)(xs, lengths, cotangents)
+        truth = in_float64(pull, xs, lengths, cotangents)
         assert_as_good_as_reference(got, own, truth, floor=4e-6)
 
 
@@ -224,7 +239,8 @@ def test_gradient_of_keys_that_do_not_exist_is_zero(rng: Rng, implementation: An
 def test_gradient_of_many_rows_falls_back(rng: Rng) -> None:
     xs = factors(rng, b=1, n=20, m=24, h=9)
     assert (
-        choose_backward(Sizes(b=1, n=20, m=24, h=9, r=4, d=16, e=8, rk=1, rv=1, itemsize=4)) is None
+        choose_backward(Sizes(b=1, n=20, m=24, h=9, r=4, d=16, e=8, rk=1, rv=1, dtype="float32"))
+        is None
     )
     cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
     got = value_and_vjp(both(KERNEL), xs, cotangents)[1]
@@ -353,8 +369,10 @@ def test_config_refuses(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("b", [1, 8, 32, 100, 500])
 @pytest.mark.parametrize("m", [1, 256, 32768, 2**20])
 def test_choice_fills_the_card_without_idle_splits(b: int, m: int) -> None:
-    s = Sizes(b=b, n=1, m=m, h=32, r=16, d=128, e=128, rk=1, rv=1, itemsize=2)
+    s = Sizes(b=b, n=1, m=m, h=32, r=16, d=128, e=128, rk=1, rv=1, dtype="bfloat16")
     c = choose(s)
+    assert c is not None
     assert c.num_splits * b <= max(132, b)
     assert c.num_splits <= -(-m // 32)
-    assert (c.num_stages - 1) * c.block_m * s.key_bytes(c.block_h) <= 184_000
+    assert forward_bytes(s, c) <= SHARED_MEMORY
+    assert c.num_stages >= 3

@@ -46,12 +46,18 @@ def kernel_or_reference(
 ) -> Implementation | None:
     """The reference for what no kernel takes (float64, an axis of size 0); else as asked."""
     empty = [name for name, size in sizes.items() if size == 0]
-    if jnp.dtype(dtype) in KERNEL_DTYPES and not empty:
-        return implementation
+    if empty:
+        return reference_instead(implementation, f"an axis of size 0 ({', '.join(empty)})")
+    if jnp.dtype(dtype) not in KERNEL_DTYPES:
+        return reference_instead(implementation, jnp.dtype(dtype).name)
+    return implementation
+
+
+def reference_instead(implementation: Implementation | None, of: str) -> Implementation:
+    """The reference, since no kernel takes `of`; a refusal if the kernel was asked for."""
     if implementation in ("triton", "interpret"):
-        what = f"an axis of size 0 ({', '.join(empty)})" if empty else jnp.dtype(dtype).name
         raise ValueError(
-            f"{_is('implementation', implementation)}, whose kernel does not take {what}; "
+            f"{_is('implementation', implementation)}, whose kernel does not take {of}; "
             "accepted: None or 'xla'"
         )
     return "xla"

@@ -170,7 +170,8 @@ def _rule(run: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
     lower = mlir.lower_fun(run, multiple_results=True)
 
     def rule(ctx: mlir.LoweringRuleContext, *xs: Any, bound: Bound) -> Any:
-        plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        avals: Sequence[Any] = ctx.avals_in
+        plain = [ShapedArray(a.shape, a.dtype) for a in avals]
         return lower(ctx.replace(avals_in=plain), *xs, bound=bound)
 
     return rule

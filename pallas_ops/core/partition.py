@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_ops.core import dispatch
+from pallas_ops.core import dispatch, vary
 from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op
 
 Axes = tuple[str, ...]
@@ -64,6 +64,8 @@ def _vmapped(bound: Bound) -> Callable[..., Any]:
 
     @custom_vmap
     def run(*xs: jax.Array) -> Any:
+        if any(map(_is_explicit, xs)):
+            return _explicit(bound, partitioned, xs)
         return partitioned(*xs)
 
     @run.def_vmap
@@ -84,13 +86,11 @@ def _partitioned(bound: Bound) -> Callable[..., Any]:
     def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
         split = _split(bound, [s.sharding for s in operands], ins)
 
-        def spec(axes: str) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*(split.get(a) for a in axes.split())))
+        def sharding(axes: str) -> NamedSharding:
+            return NamedSharding(mesh, _spec(split, axes))
 
-        def per_device(*xs: jax.Array) -> tuple[jax.Array, ...]:
-            return _sum_shards(bound, split, run(*_add_once(bound, split, xs)))
-
-        return mesh, per_device, tuple(map(spec, outs)), tuple(map(spec, ins))
+        per_device = _per_device(bound, split, run)
+        return mesh, per_device, tuple(map(sharding, outs)), tuple(map(sharding, ins))
 
     wrapped = custom_partitioning(run)
     wrapped.def_partition(
@@ -99,6 +99,52 @@ def _partitioned(bound: Bound) -> Callable[..., Any]:
         need_replication_factors=tuple(a for a in names if a in bound.op.whole),
     )
     return wrapped
+
+
+def _explicit(bound: Bound, run: Callable[..., Any], xs: Arrays) -> tuple[jax.Array, ...]:
+    """The call on arrays whose types say how they are sharded (over explicit mesh axes)."""
+    ins, outs = bound.axes()
+    shardings = [jax.typeof(x).sharding for x in xs]
+    split = _split(bound, shardings, ins)
+    (mesh,) = {s.mesh for s in shardings if not s.mesh.empty}
+    mapped: Callable[..., tuple[jax.Array, ...]] = jax.shard_map(
+        _per_device(bound, split, run),
+        mesh=mesh,
+        in_specs=tuple(_spec(split, axes) for axes in ins),
+        out_specs=tuple(_spec(split, axes) for axes in outs),
+        check_vma=False,  # as under jit: the op says what is summed
+    )
+    to = (NamedSharding(mesh, _spec(split, axes)) for axes in ins)
+    results = mapped(*map(jax.sharding.reshard, xs, to))
+    unified: tuple[Any, ...] = vary.unify(*results, *xs)
+    return unified[: len(results)]
+
+
+def _is_explicit(x: jax.Array) -> bool:
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def like(xs: Arrays, operands: Sequence[jax.Array | None]) -> tuple[jax.Array, ...]:
+    """`xs` with the operands' shardings, where those are of their types: as gradients must be."""
+    return tuple(
+        jax.sharding.reshard(x, jax.typeof(operand).sharding)
+        if operand is not None and _is_explicit(operand)
+        else x
+        for x, operand in zip(xs, operands, strict=False)
+    )
+
+
+def _per_device(
+    bound: Bound, split: Mapping[str, Axes], run: Callable[..., Any]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    def per_device(*xs: jax.Array) -> tuple[jax.Array, ...]:
+        return _sum_shards(bound, split, run(*_add_once(bound, split, xs)))
+
+    return per_device
+
+
+def _spec(split: Mapping[str, Axes], axes: str) -> PartitionSpec:
+    return PartitionSpec(*(split.get(a) for a in axes.split()))
 
 
 def _split(bound: Bound, shardings: Sequence[Any], ins: Sequence[str]) -> dict[str, Axes]:

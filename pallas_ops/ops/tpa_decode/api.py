@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_ops.core import checks, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.ops.tpa_decode import reference, vjp
-from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, choose
 
 
 def tpa_decode(
@@ -158,10 +158,16 @@ def _check(
     score_scale, value_scale = reference.scales(
         sizes["D"], sizes["R"], sizes.get("Rk", 1), sizes.get("Rv", 1), *given
     )
+    implementation = checks.kernel_or_reference(implementation, aq.dtype, sizes)
+    letters = {letter.lower(): size for letter, size in sizes.items()}
+    s = Sizes(**({"rk": 1, "rv": 1} | letters), dtype=jnp.dtype(aq.dtype).name)
+    if implementation != "xla" and config is None and choose(s) is None:
+        of = f"{s.dtype} of R={s.r}, D={s.d}, E={s.e}, for which shared memory is too small"
+        implementation = checks.reference_instead(implementation, of)
     return vjp.Params(
         score_scale=score_scale,
         value_scale=value_scale,
-        implementation=checks.kernel_or_reference(implementation, aq.dtype, sizes),
+        implementation=implementation,
         config=config,
     )
 

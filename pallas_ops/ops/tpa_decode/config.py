@@ -1,6 +1,9 @@
 """How big tpa_decode's blocks are."""
 
 import dataclasses
+from collections.abc import Callable
+
+SHARED_MEMORY = 232_448  # bytes, of a program on Hopper
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Sizes:
     e: int
     rk: int
     rv: int
-    itemsize: int
+    dtype: str
 
     @property
     def tile_r(self) -> int:
@@ -62,10 +65,20 @@ class Sizes:
     def tile_e(self) -> int:
         return tile(self.e)
 
-    def key_bytes(self, block_h: int) -> int:
-        """Bytes of one key's tiles in shared memory."""
-        key = self.rk * (tile(block_h) + self.tile_d)
-        return self.itemsize * (key + self.rv * (tile(block_h) + self.tile_e))
+    @property
+    def operand_bytes(self) -> tuple[int, int]:
+        """Bytes of a number in a product with its own dtype, and in one with float32.
+
+        Products of TF32 take two float32, the number and its rest (see `core.matmul`).
+        """
+        own = 8 if self.dtype == "float32" else 2
+        return own, 2 if self.dtype == "bfloat16" else 8
+
+    def buffer_bytes(self, c: TpaDecodeConfig) -> int:
+        """Bytes of the buffers of one key: each stage but the last has one."""
+        heads = (self.rk + self.rv) * tile(c.block_h)
+        numbers = heads + self.rk * self.tile_d + self.rv * self.tile_e
+        return max(c.num_stages - 1, 1) * numbers * (4 if self.dtype == "float32" else 2)
 
 
 def tile(size: int) -> int:
@@ -73,27 +86,55 @@ def tile(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def choose(s: Sizes, *, num_sms: int = 132) -> TpaDecodeConfig:
-    """The forward launch: every SM one stream of keys, as many bytes in flight as fit."""
+def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
+    """At most what Triton takes of shared memory for the forward kernel."""
+    rows, ranks = c.block_n * tile(c.block_h), c.block_n * s.tile_r
+    own, mixed = s.operand_bytes
+    queries = own * ranks * s.tile_d + (2 + mixed) * rows * ranks
+    products = own * s.rk * s.tile_d, mixed * s.rv * s.tile_e, 4 * s.rv * rows
+    key = s.buffer_bytes(c) + 8 * s.rk * ranks + max(products)
+    return max(queries + c.block_m * key, 4 * rows * s.tile_e)  # the latter stores the output
+
+
+def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
+    """At most what Triton takes of shared memory for the backward kernel."""
+    rows, ranks = c.block_n * tile(c.block_h), c.block_n * s.tile_r
+    own, mixed = s.operand_bytes
+    queries = (own + mixed) * (ranks * s.tile_d + rows * s.tile_e) + 2 * mixed * rows * ranks
+    scores = 8 * (rows + s.rk * ranks) + 2 * max(s.tile_d, s.tile_e)
+    products = scores, mixed * (ranks + s.tile_d), mixed * s.tile_e
+    return queries + c.block_m * (s.buffer_bytes(c) + max(products))
+
+
+def choose(s: Sizes, *, num_sms: int = 132) -> TpaDecodeConfig | None:
+    """The forward launch: every SM one stream of keys, as many bytes in flight as fit.
+
+    None where not even one block of 16 keys fits.
+    """
     block_h = min(s.h, 64)
     block_n = 1
-    while block_n < s.n and 2 * block_n * tile(block_h) <= 64:
+    while block_n < s.n and 2 * block_n * max(tile(block_h), s.tile_r) <= 64:
         block_n *= 2
+    rows = (block_h, block_n), (block_h, 1), (min(s.h, 16), 1)
+    configs = (_choose_keys(s, *r, num_sms) for r in rows)
+    return next((c for c in configs if c is not None), None)
+
+
+def _choose_keys(s: Sizes, block_h: int, block_n: int, num_sms: int) -> TpaDecodeConfig | None:
     programs = s.b * -(-s.h // block_h) * -(-s.n // block_n)
     num_splits = max(1, min(num_sms // programs, -(-s.m // 32)))
     keys = -(-s.m // num_splits)
     block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
-    most_stages = 4 if block_m == 64 and keys >= 1024 else 3
-    block_m, num_stages = fit(block_m, most_stages, s.key_bytes(block_h), s.itemsize)
     rows = block_n * tile(block_h)
-    return TpaDecodeConfig(
+    c = TpaDecodeConfig(
         block_h=block_h,
         block_n=block_n,
         block_m=block_m,
         num_splits=num_splits,
         num_warps=4 if rows * s.tile_e <= 64 * 128 else 8,
-        num_stages=num_stages,
+        num_stages=4 if block_m == 64 and keys >= 1024 else 3,
     )
+    return fit(s, c, forward_bytes)
 
 
 def choose_backward(s: Sizes, *, num_sms: int = 132) -> TpaDecodeConfig | None:
@@ -102,26 +143,29 @@ def choose_backward(s: Sizes, *, num_sms: int = 132) -> TpaDecodeConfig | None:
     rows = block_n * tile(s.h)
     if rows > 256:
         return None
-    block_m = 64 if rows <= 64 and s.itemsize == 2 else 32
-    block_m, num_stages = fit(block_m, 2, s.key_bytes(s.h), 4)
-    num_splits = max(1, min(2 * num_sms // s.b, -(-s.m // block_m)))
-    return TpaDecodeConfig(
+    c = TpaDecodeConfig(
         block_h=s.h,
         block_n=block_n,
-        block_m=block_m,
-        num_splits=num_splits,
+        block_m=32,
         num_warps=4 if rows <= 64 else 8,
-        num_stages=num_stages,
+        num_stages=2 if s.dtype == "float32" else 3,
     )
+    fitting = fit(s, c, backward_bytes)
+    if fitting is None:
+        return None
+    num_splits = max(1, min(2 * num_sms // s.b, -(-s.m // fitting.block_m)))
+    return dataclasses.replace(fitting, num_splits=num_splits)
 
 
-def fit(block_m: int, num_stages: int, key_bytes: int, itemsize: int) -> tuple[int, int]:
-    """The largest block of keys, then the most stages, whose buffers fit in shared memory.
-
-    Each stage but the last has a buffer. The rest of Hopper's 227 KiB is Triton's scratch, of
-    which float32 products take more.
-    """
-    budget = 184_000 if itemsize == 2 else 96_000
-    while block_m > 16 and (num_stages - 1) * block_m * key_bytes > budget:
-        block_m //= 2
-    return block_m, min(num_stages, 1 + budget // (block_m * key_bytes))
+def fit(
+    s: Sizes, c: TpaDecodeConfig, bytes_of: Callable[[Sizes, TpaDecodeConfig], int]
+) -> TpaDecodeConfig | None:
+    """`c` with the largest block of keys, then the most stages, that fit in shared memory."""
+    while bytes_of(s, c) > SHARED_MEMORY:
+        if c.block_m > 16:
+            c = dataclasses.replace(c, block_m=c.block_m // 2)
+        elif c.num_stages > 1:
+            c = dataclasses.replace(c, num_stages=c.num_stages - 1)
+        else:
+            return None
+    return c

@@ -55,6 +55,7 @@ def forward(
     """out [B, N, H, E] and lse [B, N, H] of factors with a rank axis."""
     s = sizes(aq, ak, av, bq, bv)
     c = config or choose(s)
+    assert c is not None  # else the reference would run (see api)
     plan = Plan(s, c, score_scale, value_scale)
     rows, splits = s.n * s.h, c.num_splits
     arrays = (flat(aq, 3), flat(ak, 2), flat(av, 2), flat(bq, 3), flat(bk, 2), flat(bv, 2))

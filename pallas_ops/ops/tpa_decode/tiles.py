@@ -44,7 +44,7 @@ def sizes(aq: jax.Array, ak: jax.Array, av: jax.Array, bq: jax.Array, bv: jax.Ar
     b, n, h, r = aq.shape
     _, m, rk, _ = ak.shape
     d, e, rv = bq.shape[-1], bv.shape[-1], av.shape[2]
-    return Sizes(b=b, n=n, m=m, h=h, r=r, d=d, e=e, rk=rk, rv=rv, itemsize=aq.dtype.itemsize)
+    return Sizes(b=b, n=n, m=m, h=h, r=r, d=d, e=e, rk=rk, rv=rv, dtype=aq.dtype.name)
 
 
 def flat(x: jax.Array, split: int) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_ops.core.dispatch import Implementation, Op
-from pallas_ops.core.partition import call
+from pallas_ops.core.partition import call, like
 from pallas_ops.ops.tpa_decode import kernel, kernel_backward
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose_backward
 from pallas_ops.ops.tpa_decode.reference import attend
@@ -135,7 +135,7 @@ def _backward(p: Params, out_dtype: str, saved, cotangents):  # type: ignore[no-
         score_scale=p.score_scale,
         value_scale=p.value_scale,
     )
-    return *grads, None
+    return *like(grads, operands), None
 
 
 attention.defvjp(_forward, _backward)

@@ -1,0 +1,114 @@
+"""Cumulative log-sum-exp along any axis. `python -m benchmarks.logcumsumexp --help`"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks import command
+from benchmarks.cases import Benchmark, Case, Data, Function, Provider, implementation
+from pallas_ops import LogcumsumexpConfig, logcumsumexp, reference
+
+BATCH, DIM, FEW = 12, 2048, 64
+
+
+def padded(x: jax.Array, *, axis: int) -> jax.Array:
+    """Each row's or column's first quarter or less is -inf, as a mask on the left leaves it."""
+    position = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 3 - axis)
+    return jnp.where(
+        position * 4 * 61 < row % 61 * x.shape[axis], jnp.asarray(-jnp.inf, x.dtype), x
+    )
+
+
+def wide(x: jax.Array, *, axis: int) -> jax.Array:
+    """Every tenth row or column ranges over several hundred."""
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 3 - axis)
+    return jnp.where(row % 10 == 0, jnp.asarray(60, x.dtype) * x, x)
+
+
+# Axis, and what to make of normal numbers. `last` is the seeds' case: rows of 2,048.
+CASES: dict[str, tuple[int, Data | None]] = {
+    "last": (2, None),
+    "last-padded": (2, partial(padded, axis=2)),
+    "last-wide": (2, partial(wide, axis=2)),
+    "axis1": (1, None),
+    "axis1-padded": (1, partial(padded, axis=1)),
+    "axis1-wide": (1, partial(wide, axis=1)),
+    "few": (1, None),
+}
+
+
+def case(dtype: Any, *, where: str, n: int) -> Case:
+    axis, data = CASES[where]
+    shape = (1, 4 * n, FEW) if where == "few" else (BATCH, n, DIM)
+    what = {"last": "", "few": f"-columns{FEW}-length4n"}.get(where, f"-{where}")
+    return Case(
+        title=f"logcumsumexp-{{metric}}-{{mode}}-batch{shape[0]}-dim{shape[2]}-{{dtype}}{what}",
+        inputs=(jax.ShapeDtypeStruct(shape, dtype),),
+        reference=partial(reference.logcumsumexp, axis=axis),
+        data=data,
+    )
+
+
+def recurrence(*, where: str, **_: Any) -> LogcumsumexpConfig:
+    parts = 256 if where == "few" else 1
+    return LogcumsumexpConfig(variant="recurrence", block_n=16, block_c=32, num_parts=parts)
+
+
+def parallel(*, where: str, **_: Any) -> LogcumsumexpConfig:
+    if CASES[where][0] == 2:
+        return LogcumsumexpConfig(block_n=2048, block_exact=256, num_warps=2)
+    parts = 256 if where == "few" else 1
+    return LogcumsumexpConfig(
+        block_n=64, block_c=32, block_exact=16, num_parts=parts, num_warps=2, num_stages=4
+    )
+
+
+def kernel(name: str, config: Callable[..., LogcumsumexpConfig | None], note: str) -> Provider:
+    def make(*, where: str, **point: Any) -> Function:
+        return partial(
+            logcumsumexp,
+            axis=CASES[where][0],
+            implementation=implementation(),
+            config=config(where=where, **point),
+        )
+
+    return Provider(name=name, make=make, kernel=True, note=note)
+
+
+def function(name: str, call: Function, note: str, **options: Any) -> Provider:
+    def make(*, where: str, **_: Any) -> Function:
+        return partial(call, axis=CASES[where][0])
+
+    return Provider(name=name, make=make, note=note, **options)
+
+
+def cumlogsumexp(x: jax.Array, *, axis: int) -> jax.Array:
+    """JAX's own, in float32, since in bfloat16 it also sums in bfloat16."""
+    return lax.cumlogsumexp(x.astype(jnp.float32), axis).astype(x.dtype)
+
+
+BENCHMARK = Benchmark(
+    op="logcumsumexp",
+    case=case,
+    providers=(
+        kernel("rpl", recurrence, "recurrence: step by step, a column a lane"),
+        kernel("ppl", parallel, "parallel: tiles with a scan, one launch choice for all shapes"),
+        kernel("pallas", lambda **_: None, "the default: chosen by shape"),
+        function("jnp", reference.logcumsumexp, "the reference, eager", jit=False),
+        function("jit", reference.logcumsumexp, "the reference, jitted"),
+        function("lax", cumlogsumexp, "jax.lax.cumlogsumexp in float32, jitted; NaN behind -inf"),
+    ),
+    x="n",
+    grid={"where": tuple(CASES), "n": [2**k for k in range(9, 16)]},
+    quick={"where": ("last", "axis1", "few"), "n": (512, 8192, 32768)},
+    small={"where": ("last", "axis1-padded", "few"), "n": (8, 16)},
+    modes=("fwd", "bwd"),
+)
+
+if __name__ == "__main__":
+    command.main(BENCHMARK)

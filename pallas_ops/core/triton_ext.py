@@ -1,0 +1,131 @@
+"""What Triton offers and Pallas does not reach: scans of any operator, and pipelined loops.
+
+The private JAX that this takes is imported here and nowhere else. Without it, `scan` is made of
+public operations (`log_depth_scan`, right but slow) and loops are not pipelined.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+from pallas_ops.core import launch
+
+try:
+    ir: Any = importlib.import_module("jax._src.lib.mlir").ir
+    triton: Any = importlib.import_module("jax._src.lib.triton").dialect
+    lowering: Any = importlib.import_module("jax._src.pallas.triton.lowering")
+    AVAILABLE = True
+except (ImportError, AttributeError):
+    AVAILABLE = False
+
+Tiles = Sequence[jax.Array]
+Combine = Callable[[Tiles, Tiles], Tiles]
+
+
+def scan(
+    combine: Combine, xs: Tiles, *, axis: int = 0, reverse: bool = False
+) -> tuple[jax.Array, ...]:
+    """Inclusive scan of several tiles of one shape under an associative operator.
+
+    `combine(before, after)` has to be elementwise; `before` is what the scan met first, which in
+    reverse is what has the higher index.
+    """
+    if launch.is_interpreted():
+        return tuple(lax.associative_scan(combine, tuple(xs), axis=axis, reverse=reverse))
+    if not AVAILABLE:
+        return log_depth_scan(combine, xs, axis=axis, reverse=reverse)
+    return tuple(_scan_p.bind(*xs, combine=combine, axis=axis, reverse=reverse))
+
+
+def log_depth_scan(
+    combine: Combine, xs: Tiles, *, axis: int = 0, reverse: bool = False
+) -> tuple[jax.Array, ...]:
+    """`scan` by reshapes alone: neighbouring blocks are joined, and twice as long each time."""
+    xs = tuple(jnp.swapaxes(x, axis, -1) for x in xs)
+    *lead, size = xs[0].shape
+    width = 1
+    while width < size:
+        xs = _join_neighbours(combine, xs, (*lead, size // (2 * width), 2, width), reverse)
+        width *= 2
+    return tuple(jnp.swapaxes(x.reshape(*lead, size), axis, -1) for x in xs)
+
+
+def _join_neighbours(
+    combine: Combine, xs: Tiles, shape: tuple[int, ...], reverse: bool
+) -> tuple[jax.Array, ...]:
+    """Blocks of `shape[-1]`, each already scanned, pair by pair."""
+    to_last = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+    pairs = [_unstack(x.reshape(shape).transpose(to_last)) for x in xs]
+    before, after = (tuple(pair[i] for pair in pairs) for i in ((1, 0) if reverse else (0, 1)))
+    lane = lax.broadcasted_iota(jnp.int32, before[0].shape, before[0].ndim - 1)
+    is_total = lane == (0 if reverse else shape[-1] - 1)
+    totals = tuple(
+        jnp.broadcast_to(jnp.where(is_total, x, 0).sum(axis=-1, keepdims=True), x.shape)
+        for x in before
+    )
+    joined = combine(totals, after)
+    both = zip(joined, before, strict=True) if reverse else zip(before, joined, strict=True)
+    return tuple(jnp.stack(pair, axis=-1).transpose(to_last) for pair in both)
+
+
+def _unstack(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two halves of a last axis of 2."""
+    first, second = lax.split(x, (1, 1), axis=x.ndim - 1)
+    return first.reshape(x.shape[:-1]), second.reshape(x.shape[:-1])
+
+
+def pipelined(i: jax.Array, num_stages: int) -> jax.Array:
+    """The loop index `i`; in its body, says how many steps ahead the loop's loads may run.
+
+    Triton pipelines a loop without matrix products only if told so, and Pallas does not tell.
+    """
+    if launch.is_interpreted() or not AVAILABLE or num_stages < 2:
+        return i
+    hinted: jax.Array = _hint_p.bind(i, num_stages=num_stages)
+    return hinted
+
+
+_scan_p = Primitive("pallas_ops_scan")
+_scan_p.multiple_results = True
+_scan_p.def_abstract_eval(lambda *xs, **_: [ShapedArray(x.shape, x.dtype) for x in xs])
+
+_hint_p = Primitive("pallas_ops_loop_hint")
+_hint_p.def_abstract_eval(lambda x, **_: ShapedArray(x.shape, x.dtype))
+
+
+def _lower_scan(ctx: Any, *xs: Any, combine: Combine, axis: int, reverse: bool) -> list[Any]:
+    operands = [lowering._ensure_ir_value(x, a) for x, a in zip(xs, ctx.avals_in, strict=True)]
+    op = triton.ScanOp(operands, axis, reverse)
+    types = [lowering._element_type(x.type) for x in operands]
+    entry = op.regions[0].blocks.append(*types, *types)
+    scalars = [jax.ShapeDtypeStruct((), a.dtype) for a in ctx.avals_in]
+    jaxpr = jax.make_jaxpr(lambda *ab: tuple(combine(ab[: len(xs)], ab[len(xs) :])))(
+        *scalars, *scalars
+    )
+    with ir.InsertionPoint.at_block_begin(entry):
+        results = lowering.lower_jaxpr_to_triton_ir(
+            ctx.context, jaxpr.jaxpr, None, *entry.arguments
+        )
+        triton.scan_return(results)
+    op.verify()
+    return list(op.result)
+
+
+def _lower_hint(ctx: Any, x: Any, *, num_stages: int) -> Any:
+    loop = ir.InsertionPoint.current.block.owner
+    loop = getattr(loop, "operation", loop)
+    loop.attributes["tt.num_stages"] = ir.IntegerAttr.get(
+        ir.IntegerType.get_signless(32), num_stages
+    )
+    return lowering._ensure_ir_value(x, ctx.avals_in[0])
+
+
+if AVAILABLE:
+    lowering.register_lowering(_scan_p)(_lower_scan)
+    lowering.register_lowering(_hint_p)(_lower_hint)

@@ -1,0 +1,164 @@
+"""Sums of exponentials that lose nothing, and the test of where one pivot is enough for them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ops.core import launch
+from pallas_ops.core.fastmath import exp2, log2, multiply_add, reciprocal
+from pallas_ops.core.triton_ext import scan
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Ref, Tile
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2)
+FAR = 1e30  # log2 of what is infinite
+SAFE = 24 / LOG2E  # how far below the pivot a prefix may lie: more costs the logarithm digits
+
+
+def finite(x: jax.Array) -> jax.Array:
+    return jnp.minimum(jnp.maximum(x, -HUGE), HUGE)
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """[columns], without NaN: the card drops it, so the interpreter has to."""
+    x = jnp.where(x == x, x, -jnp.inf) if launch.is_interpreted() else x
+    while x.ndim > 1:
+        x = x.max(axis=0)
+    return x
+
+
+def pair_of(x: jax.Array) -> Pair:
+    """A logarithm as pivot and sum."""
+    pivot = finite(x)
+    return pivot, exp2((x - pivot) * LOG2E)
+
+
+def initial_pair(columns: Columns, ref: Ref | None) -> Pair:
+    """The state before the first position."""
+    if ref is None:
+        return jnp.full(columns.column.shape, -HUGE), jnp.zeros(columns.column.shape)
+    return pair_of(columns.row(ref, 0, -jnp.inf))
+
+
+def log_of(pair: Pair) -> jax.Array:
+    return multiply_add(log2(pair[1]), LN2, pair[0])
+
+
+def add(before: Any, after: Any) -> Any:
+    return tuple(x + y for x, y in zip(before, after, strict=True))
+
+
+def add_pairs(before: Any, after: Any) -> Any:
+    """Two log-sum-exps as one; with the library's exp2, since a scan takes no inline assembly."""
+    (p, s), (q, t) = before, after
+    pivot = jnp.maximum(p, q)
+    return pivot, s * jnp.exp2((p - pivot) * LOG2E) + t * jnp.exp2((q - pivot) * LOG2E)
+
+
+def _exclusive(before: Any, after: Any) -> Any:
+    """The sum of all but the last, and of all; a difference of sums would not be exact."""
+    return before[1] + after[0], before[1] + after[1]
+
+
+def running_sum(
+    x: jax.Array, start: jax.Array, *, reverse: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Running sums along a tile's positions, from `start` [columns], and the sum of the tile."""
+    inner = scan(add, (x,), reverse=True)[0] if reverse else jnp.cumsum(x, axis=0)
+    total = x.sum(axis=0)
+    if x.ndim == 2:
+        return start[None] + inner, total
+    before, _ = scan(_exclusive, (jnp.zeros_like(total), total), reverse=reverse)
+    return (start[None] + before)[None] + inner, total.sum(axis=0)
+
+
+def over(row: jax.Array, tile: jax.Array) -> jax.Array:
+    """[columns] with as many axes as a tile."""
+    return row.reshape((1,) * (tile.ndim - 1) + row.shape)
+
+
+def pivot_of(x: jax.Array, before: Pair) -> jax.Array:
+    """The largest of a tile and all before it [columns], finite."""
+    return jnp.minimum(jnp.maximum(largest(x), before[0]), HUGE)
+
+
+def exponentials(x: jax.Array, before: Pair, pivot: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What was before the tile [columns], and the tile, both below one pivot."""
+    start = before[1] * exp2((before[0] - pivot) * LOG2E)
+    return start, exp2((x - over(pivot, x)) * LOG2E)
+
+
+def total_of(x: jax.Array, before: Pair) -> Pair:
+    """The pair after a tile."""
+    pivot = pivot_of(x, before)
+    start, e = exponentials(x, before, pivot)
+    return pivot, start + sum_of(e)
+
+
+def too_wide(
+    tile: Tile, columns: Columns, first: jax.Array, x_ref: Ref, before: Pair, pivot: jax.Array
+) -> jax.Array:
+    """Whether some prefix may lie too far below the tile's pivot.
+
+    No prefix lies below the first, which is quickly seen. That may be -inf, which masks leave,
+    so then it is the smallest of all others that counts.
+    """
+
+    def rarely() -> jax.Array:
+        x = tile.load_x(x_ref)
+        smallest = -largest(jnp.where(x == -jnp.inf, -jnp.inf, -x))
+        floor = jnp.minimum(smallest, jnp.where(before[1] == 0, jnp.inf, before[0]))
+        return _any(~(pivot - floor <= SAFE))
+
+    lead = Tile(columns, first, 1).load_x(x_ref).reshape(-1)
+    suspect = _any(~(pivot - jnp.maximum(lead, before[0]) <= SAFE))
+    wide: jax.Array = lax.cond(suspect, rarely, lambda: suspect)
+    return wide
+
+
+def _any(x: jax.Array) -> jax.Array:
+    return jnp.where(x, 1, 0).max() > 0
+
+
+def running_pairs(x: jax.Array, before: Pair) -> Pair:
+    """The log-sum-exp of all up to each position of a tile, as pairs; exact for every range."""
+    p, s = scan(add_pairs, pair_of(x))
+    pairs: Pair = add_pairs((before[0][None], before[1][None]), (p, s))
+    return pairs
+
+
+def sum_of(x: jax.Array) -> jax.Array:
+    """[columns]"""
+    while x.ndim > 1:
+        x = x.sum(axis=0)
+    return x
+
+
+def fading_sum(before: Any, after: Any) -> Any:
+    """T of two stretches, `after` the earlier one; each below its own first o, (p, scale)."""
+    (p, scale, grad), (q, own_scale, own) = before, after
+    return q, own_scale, own + jnp.exp2((q - p) * LOG2E + (own_scale - scale)) * grad
+
+
+def inverse(s: jax.Array) -> jax.Array:
+    """1 / s, and 0 where nothing has been summed yet."""
+    return jnp.where(s == 0, 0.0, reciprocal(s))
+
+
+def log_scale(s: jax.Array) -> jax.Array:
+    """log2(s), finite so that differences are numbers."""
+    x = log2(s)
+    return jnp.where(x > FAR, FAR, jnp.where(x < -FAR, -FAR, x))
+
+
+def repeat(
+    count: int, step: Callable[[Any, Any], Any], carry: Any, *, reverse: bool = False
+) -> Any:
+    """step(count - 1, ... step(0, carry)), or backwards; no loop if `count` is 1."""
+    if count == 1:
+        return step(0, carry)
+    return lax.fori_loop(0, count, lambda k, y: step(count - 1 - k if reverse else k, y), carry)

@@ -1,0 +1,213 @@
+"""What a program of logcumsumexp sees: where its elements are, and sums that carry a pivot.
+
+A log-sum-exp is held as a pair: a finite pivot p and s = sum exp(x - p), so that it is exact
+however large p is. Tiles are [positions, columns], or [steps, groups, columns], where position
+group * steps + step is in a lane of its own with all its steps: a scan along them moves nothing
+between lanes.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_ops.core import launch
+from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Sizes, choose, power_of_two
+
+Ref = Any
+Pair = tuple[jax.Array, jax.Array]
+
+HUGE = float(jnp.finfo(jnp.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The statics of a kernel body."""
+
+    s: Sizes
+    c: LogcumsumexpConfig
+    reverse: bool
+    clip: float | None
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.s.n, self.c.block_n)
+
+    @property
+    def column_blocks(self) -> int:
+        return pl.cdiv(self.s.c, self.c.block_c)
+
+    @property
+    def parts(self) -> int:
+        return min(self.c.num_parts, self.tiles)
+
+    def part(self, i: jax.Array) -> tuple[Any, Any]:
+        """The first tile of the i-th part, and one past its last."""
+        if self.parts == 1:
+            return 0, self.tiles
+        return i * self.tiles // self.parts, (i + 1) * self.tiles // self.parts
+
+    def narrowed(self) -> "Plan":
+        """The plan for what goes over all parts at once."""
+        block_c = max(1, min(self.c.block_c, 2048 // power_of_two(self.parts + 1)))
+        return dataclasses.replace(
+            self, c=dataclasses.replace(self.c, block_c=block_c, num_warps=4)
+        )
+
+    @property
+    def block_exact(self) -> int:
+        return min(self.c.block_exact, self.c.block_n)
+
+    @property
+    def groups(self) -> int:
+        """Of a tile's positions: as many as there are lanes beside its columns."""
+        lanes = self.c.num_warps * 32 * max(1, 16 // self.s.itemsize)
+        return max(1, lanes // self.c.block_c)
+
+    def view(self, x: jax.Array) -> jax.Array:
+        """[..., k, ...] as [b, k, c], or [rows, k] where the axis is the last."""
+        s = self.s
+        return x.reshape(s.c, -1) if s.last else x.reshape(s.b, -1, s.c)
+
+    def spec(self, size: int) -> pl.BlockSpec:
+        """All of a view with `size` positions, but its batch axis, which is the grid's last."""
+        if self.s.last:
+            return pl.BlockSpec((self.s.c, size), lambda *_: (0, 0))
+        return pl.BlockSpec((None, size, self.s.c), lambda *ids: (ids[-1], 0, 0))
+
+    def shape(self, size: int) -> jax.ShapeDtypeStruct:
+        """Of a view in float32."""
+        s = self.s
+        return jax.ShapeDtypeStruct((s.c, size) if s.last else (s.b, size, s.c), jnp.float32)
+
+
+def plan_of(
+    x: jax.Array,
+    axis: int,
+    block_n: int,
+    config: LogcumsumexpConfig | None,
+    *,
+    backward: bool = False,
+    **statics: Any,
+) -> Plan:
+    """How to run along one axis of x."""
+    outer, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
+    last = inner == 1
+    b, c = (1, outer) if last else (outer, inner)
+    s = Sizes(b=b, n=x.shape[axis], c=c, last=last, itemsize=x.dtype.itemsize)
+    return Plan(s, config or choose(s, block_n, backward=backward), **statics)
+
+
+class Columns:
+    """One program's columns, and where its elements are in views of arrays."""
+
+    def __init__(self, plan: Plan, block: jax.Array) -> None:
+        self.plan = plan
+        self.column = block * plan.c.block_c + span(plan.c.block_c)
+        self.inside = self.column < plan.s.c
+
+    def at(self, position: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """The index of one position in all columns."""
+        position = jnp.broadcast_to(jnp.asarray(position, jnp.int32), self.column.shape)
+        return (self.column, position) if self.plan.s.last else (position, self.column)
+
+    def index(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The index of positions [n, 1] in all columns."""
+        column = self.column[None]
+        return (column, positions) if self.plan.s.last else (positions, column)
+
+    def row(self, ref: Ref, position: jax.Array | int, other: float = 0.0) -> jax.Array:
+        """[columns] at one position of a view that is not of x."""
+        return plgpu.load(ref.at[self.at(position)], mask=self.inside, other=other)
+
+    def put_row(self, ref: Ref, position: jax.Array | int, value: jax.Array) -> None:
+        plgpu.store(ref.at[self.at(position)], value.astype(ref.dtype), mask=self.inside)
+
+    def pair(self, refs: tuple[Ref, Ref], position: jax.Array | int) -> Pair:
+        """A pair of remembered numbers; nothing, in columns that do not exist."""
+        return self.row(refs[0], position, -HUGE), self.row(refs[1], position)
+
+    def put_pair(self, refs: tuple[Ref, Ref], position: jax.Array | int, pair: Pair) -> None:
+        for ref, value in zip(refs, pair, strict=True):
+            self.put_row(ref, position, value)
+
+
+class Tile:
+    """Positions `first` to `first + size` of a program's columns."""
+
+    def __init__(
+        self, columns: Columns, first: jax.Array, size: int, *, grouped: bool = False
+    ) -> None:
+        plan = columns.plan
+        self.plan = plan
+        self.size = size
+        if grouped and not plan.s.last:
+            groups = min(size, plan.groups)
+            steps = size // groups
+            offset = span(groups)[None, :, None] * steps + span(steps)[:, None, None]
+            column, inside = columns.column[None, None], columns.inside[None, None]
+        else:
+            offset = span(size)[:, None]
+            column, inside = columns.column[None], columns.inside[None]
+        position = first + offset
+        self.offset = offset
+        stored = plan.s.n - 1 - position if plan.reverse else position
+        if launch.is_interpreted():  # which writes back what is masked, so not into what is not
+            stored = jnp.where(position < plan.s.n, stored, position)
+        self.index = (column, stored) if plan.s.last else (stored, column)
+        self.mask = _both(
+            position < plan.s.n if plan.s.n % plan.c.block_n else None,
+            inside if plan.s.c % plan.c.block_c else None,
+            jnp.broadcast_shapes(position.shape, column.shape),
+        )
+
+    def load(self, ref: Ref, other: float = 0.0) -> jax.Array:
+        """The tile in float32, `other` where there is none."""
+        mask = self.mask
+        x = plgpu.load(ref.at[self.index], mask=mask, other=None if mask is None else other)
+        return x.astype(jnp.float32)
+
+    def load_x(self, ref: Ref) -> jax.Array:
+        """The same of x: -inf where there is none, else clipped."""
+        x = self.load(ref, -jnp.inf)
+        if self.plan.clip is None:
+            return x
+        x = clamp(x, self.plan.clip)
+        return x if self.mask is None else jnp.where(self.mask, x, -jnp.inf)
+
+    def store_dx(self, ref: Ref | None, x_ref: Ref, dx: jax.Array) -> None:
+        """Stores dx, which is 0 where x was clipped; nothing without a ref."""
+        if ref is None:
+            return
+        if self.plan.clip is not None:
+            dx = jnp.where(jnp.abs(self.load(x_ref)) > self.plan.clip, 0.0, dx)
+        self.store(ref, dx)
+
+    def store(self, ref: Ref, value: jax.Array) -> None:
+        plgpu.store(ref.at[self.index], value.astype(ref.dtype), mask=self.mask)
+
+    def pick(self, x: jax.Array, offset: int) -> jax.Array:
+        """[columns] at one position of a tile that is not grouped."""
+        return jnp.where(self.offset == offset, x, 0.0).sum(axis=0)
+
+
+def _both(a: jax.Array | None, b: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    if a is None and b is None:
+        return None
+    masks = [jnp.broadcast_to(x, shape) for x in (a, b) if x is not None]
+    return masks[0] if len(masks) == 1 else masks[0] & masks[1]
+
+
+def span(size: int) -> jax.Array:
+    return jnp.arange(size, dtype=jnp.int32)
+
+
+def clamp(x: jax.Array, limit: float | None) -> jax.Array:
+    """x in [-limit, limit]; NaN stays, which the card's own minimum drops."""
+    if limit is None:
+        return x
+    return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))

@@ -1,0 +1,133 @@
+"""How logcumsumexp differentiates.
+
+Saved: x and the initial state, which the caller has, and a pair of float32 a tile, named so that
+`jax.checkpoint` can keep them. The backward pass recomputes the output in its tiles.
+"""
+
+import dataclasses
+import functools
+from functools import partial
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_ops.core.dispatch import Implementation, Op
+from pallas_ops.core.partition import call
+from pallas_ops.ops.logcumsumexp import kernel, kernel_backward
+from pallas_ops.ops.logcumsumexp import reference as meaning
+from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
+
+RESIDUALS = "pallas_ops.logcumsumexp"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Params:
+    """The static arguments."""
+
+    axis: int
+    reverse: bool
+    clip: float | None
+    block_n: int
+    implementation: Implementation | None
+    config: LogcumsumexpConfig | None
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """Those of the kernels."""
+        names = ("axis", "reverse", "clip", "block_n", "config")
+        return {name: getattr(self, name) for name in names}
+
+
+def reference(p: Params, x: jax.Array, initial: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """`accumulate` in jax.numpy, differentiated by JAX."""
+    out, final = meaning.accumulate(x, initial, axis=p.axis, reverse=p.reverse, clip=p.clip)
+    return out.astype(x.dtype), final
+
+
+def _forward_reference(
+    x: jax.Array, initial: jax.Array | None, *, save: bool, block_n: int, **static: Any
+) -> tuple[jax.Array, ...]:
+    del static["config"]  # a launch choice
+    out, final = meaning.accumulate(x, initial, **static)
+    if not save:
+        return out.astype(x.dtype), final
+    pairs = meaning.running(x, initial, **static)
+    return out.astype(x.dtype), final, *meaning.marks(*pairs, axis=static["axis"], block_n=block_n)
+
+
+def _backward_reference(
+    x: jax.Array,
+    do: jax.Array,
+    dfinal: jax.Array,
+    mark_p: jax.Array,
+    mark_s: jax.Array,
+    *,
+    block_n: int,
+    **static: Any,
+) -> tuple[jax.Array, jax.Array]:
+    del block_n, static["config"]
+    first = (jax.lax.index_in_dim(mark, 0, static["axis"], False) for mark in (mark_p, mark_s))
+    initial = meaning.log_of(*first)
+    pull = jax.vjp(partial(meaning.accumulate, **static), x, initial)[1]
+    dx, dinitial = pull((do.astype(dfinal.dtype), dfinal))
+    return dx, dinitial
+
+
+@functools.lru_cache(maxsize=128)
+def ops(before: int, after: int) -> tuple[Op, Op, Op]:
+    """The forward pass, the one that saves, and the backward pass, with axes beside the scanned."""
+    outer = ["b", *(f"o{i}" for i in range(before - 1))]
+    inner = [f"i{i}" for i in range(after)]
+    full, column, marks = (" ".join([*outer, *x, *inner]) for x in (["n"], [], ["m"]))
+    forward, saving = (
+        Op(
+            name="logcumsumexp",
+            kernel=partial(kernel.forward, save=save),
+            reference=partial(_forward_reference, save=save),
+            operands=(full, column),
+            results=(full, column, *[marks] * (2 * save)),
+            whole=("n",),
+        )
+        for save in (False, True)
+    )
+    backward = Op(
+        name="logcumsumexp_backward",
+        kernel=kernel_backward.backward,
+        reference=_backward_reference,
+        operands=(full, full, column, marks, marks),
+        results=(full, column),
+        whole=("n", "m"),
+    )
+    return forward, saving, backward
+
+
+def ops_of(p: Params, x: jax.Array) -> tuple[Op, Op, Op]:
+    return ops(p.axis, x.ndim - p.axis - 1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def accumulate(p: Params, x: jax.Array, initial: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Output [b, ..., n, ...], and the final state without n, in float32."""
+    forward, _, _ = ops_of(p, x)
+    out, final = call(forward, x, initial, implementation=p.implementation, **p.static)
+    return out, final
+
+
+def _forward(p: Params, x: jax.Array, initial: jax.Array | None):  # type: ignore[no-untyped-def]
+    _, saving, _ = ops_of(p, x)
+    out, final, *marks = call(saving, x, initial, implementation=p.implementation, **p.static)
+    saved = [checkpoint_name(mark, RESIDUALS) for mark in marks]
+    return (out, final), (x, initial is not None, saved)
+
+
+def _backward(p: Params, saved, cotangents):  # type: ignore[no-untyped-def]
+    x, has_initial, marks = saved
+    _, _, backward = ops_of(p, x)
+    dx, dinitial = call(
+        backward, x, *cotangents, *marks, implementation=p.implementation, **p.static
+    )
+    return dx, dinitial if has_initial else None
+
+
+accumulate.defvjp(_forward, _backward)

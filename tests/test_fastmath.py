@@ -1,0 +1,103 @@
+"""The hardware's approximations keep the error bounds that they promise."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_ops.core import fastmath, launch
+from tests import h200
+from tests.support import EPS32, kernel_implementation, to_float64
+
+INTERPRETED = kernel_implementation() == "interpret"
+Rng = np.random.Generator
+
+
+def mapped(fn: Callable[..., jax.Array], *xs: jax.Array) -> jax.Array:
+    """`fn` of arrays of 1,024 numbers, in a kernel."""
+
+    def kernel(*refs: Any) -> None:
+        refs[-1][...] = fn(*(ref[...] for ref in refs[:-1]))
+
+    block = pl.BlockSpec((1024,), lambda i: (0,))
+    return launch.launch(
+        kernel,
+        *xs,
+        name="map",
+        grid=(1,),
+        in_specs=[block] * len(xs),
+        out_specs=[block],
+        out_shape=[jax.ShapeDtypeStruct((1024,), jnp.float32)],
+        num_warps=1,
+    )[0]
+
+
+def run(fn: Callable[..., jax.Array], *xs: Any) -> Any:
+    with launch.interpreted(INTERPRETED):
+        return to_float64(jax.jit(partial(mapped, fn))(*(jnp.asarray(x, jnp.float32) for x in xs)))
+
+
+def spread(rng: Rng) -> Any:
+    """Numbers of all normal sizes."""
+    return np.exp2(rng.uniform(-125, 125, 1024)).astype(np.float32)
+
+
+def test_exp2_is_within_2_ulp(rng: Rng) -> None:
+    """On a card; XLA for CPUs rounds x log(2) before it takes exp."""
+    x = rng.uniform(-125, 127, 1024).astype(np.float32)
+    want = np.exp2(x.astype(np.float64))
+    allowed = EPS32 * want * (2 + INTERPRETED * np.abs(x))
+    assert (np.abs(run(fastmath.exp2, x) - want) <= allowed).all()
+
+
+def test_log2_is_within_its_bounds(rng: Rng) -> None:
+    x = spread(rng)
+    np.testing.assert_allclose(run(fastmath.log2, x), np.log2(x.astype(np.float64)), rtol=2 * EPS32)
+    x = rng.uniform(0.5, 2, 1024).astype(np.float32)
+    want = np.log2(x.astype(np.float64))
+    np.testing.assert_allclose(run(fastmath.log2, x), want, rtol=0, atol=2.0**-22)
+
+
+def test_reciprocal_is_within_an_ulp(rng: Rng) -> None:
+    x = spread(rng) * rng.choice(np.asarray([-1, 1], np.float32), 1024)
+    np.testing.assert_allclose(run(fastmath.reciprocal, x), 1 / x.astype(np.float64), rtol=EPS32)
+
+
+def test_multiply_add(rng: Rng) -> None:
+    x, y = rng.standard_normal((2, 1024)).astype(np.float32)
+    want = x.astype(np.float64) * np.float32(0.3) + y
+    got = run(lambda x, y: fastmath.multiply_add(x, 0.3, y), x, y)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2 * EPS32)
+
+
+@pytest.mark.parametrize(
+    ("fn", "of_minus_infinity", "of_zero", "of_infinity"),
+    [
+        (fastmath.exp2, 0, 1, np.inf),
+        (fastmath.log2, np.nan, -np.inf, np.inf),
+        (fastmath.reciprocal, 0, np.inf, 0),
+    ],
+)
+def test_what_is_special_stays_so(
+    fn: Any, of_minus_infinity: Any, of_zero: Any, of_infinity: Any
+) -> None:
+    x = np.resize(np.asarray([-np.inf, 0, np.inf, np.nan], np.float32), 1024)
+    want = np.resize([of_minus_infinity, of_zero, of_infinity, np.nan], 1024)
+    np.testing.assert_array_equal(run(fn, x), want)
+
+
+def test_one_instruction_each() -> None:
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    for fn, instruction in (
+        (fastmath.exp2, "ex2.approx.ftz.f32"),
+        (fastmath.log2, "lg2.approx.ftz.f32"),
+        (fastmath.reciprocal, "rcp.approx.ftz.f32"),
+        (lambda x: fastmath.multiply_add(x, 0.5, x), "fma.rn.f32"),
+    ):
+        program = h200.compile_for_h200(partial(mapped, fn), x)
+        assert program.ptx[0].count(instruction) == 32

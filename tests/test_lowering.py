@@ -1,0 +1,157 @@
+"""Every kernel compiled for an H200: that it is accepted, and what it became. Nothing is run."""
+
+import dataclasses
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_ops
+from pallas_ops import TpaDecodeConfig
+from tests import h200
+from tests.ops import TPA_DECODE, TestedOp, every_op
+from tests.support import case
+
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+
+
+def forward(op: TestedOp, xs: Any) -> h200.Program:
+    return h200.compile_for_h200(op.fn, *xs)
+
+
+def gradient(op: TestedOp, xs: Any) -> h200.Program:
+    """Both passes."""
+
+    def both(weights: Any, xs: Any) -> Any:
+        floating, integers = xs[: op.num_floating], xs[op.num_floating :]
+        out, pull = jax.vjp(lambda *ys: op.fn(*ys, *integers), *floating)
+        return out, pull(weights)
+
+    return h200.compile_for_h200(both, jax.eval_shape(op.fn, *xs), xs)
+
+
+def names(program: h200.Program) -> set[str]:
+    """Our kernels, without the prefix."""
+    found = (re.findall(r"\.entry pallas_ops_(\w+)", text) for text in program.ptx)
+    return {name for text in found for name in text}
+
+
+def ptx(program: h200.Program, name: str) -> str:
+    (text,) = (text for text in program.ptx if f".entry pallas_ops_{name}(" in text)
+    return text
+
+
+def spills(program: h200.Program, name: str) -> int:
+    (kernel,) = (k for k in program.kernels if k.name == f"pallas_ops_{name}")
+    return kernel.spill_bytes
+
+
+# Every op
+
+
+@every_dtype
+@every_op
+def test_compiles_in_earnest(op: TestedOp, dtype: Any) -> None:
+    """And needs next to no memory beside its operands and results."""
+    xs = op.structs(dtype)
+    programs = forward(op, xs), gradient(op, xs)
+    expected = op.kernels, op.kernels + op.gradient_kernels
+    for program, kernels in zip(programs, expected, strict=True):
+        assert names(program) == set(kernels)
+        assert program.memory.temp_size_in_bytes < program.memory.argument_size_in_bytes / 20
+
+
+# tpa_decode
+
+RANKED = dataclasses.replace(
+    TPA_DECODE,
+    operands=("b n h r", "b m k h", "b m v h", "b n r d", "b m k d", "b m v e", "b"),
+    large={**TPA_DECODE.large, "k": 2, "v": 3},
+)
+BF16, F16, F32 = DTYPES
+AWKWARD = dict(b=3, m=2047, h=17, r=31, d=127, e=65)
+
+
+def decode(*factors: jax.Array, **kwargs: Any) -> Any:
+    return pallas_ops.tpa_decode(*factors, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "product"), [(BF16, "bf16.bf16.f32"), (F32, "tf32.tf32.f32")], ids=["bf16", "f32"]
+)
+def test_streams_keys_through_the_tensor_cores_without_spills(dtype: Any, product: str) -> None:
+    program = h200.compile_for_h200(decode, *TPA_DECODE.structs(dtype)[:6])
+    text = ptx(program, "tpa_decode")
+    assert text.count("cp.async.cg.shared.global") > 8  # a pipeline: loads run ahead of use
+    assert "cp.async.wait_group" in text
+    assert re.search(rf"(wgmma|mma).*sync.*\.{product}", text)
+    assert spills(program, "tpa_decode") == 0
+    assert spills(program, "tpa_decode_merge") == 0
+
+
+SHAPES = [
+    *(case(dtype=dtype, **AWKWARD) for dtype in DTYPES),
+    *(case(dtype=dtype, d=512, e=512, falls_back=dtype != BF16) for dtype in DTYPES),
+    *(case(dtype=dtype, k=2, v=3) for dtype in (BF16, F32)),
+    case(dtype=BF16, n=3),
+    case(dtype=F32, **AWKWARD, n=3, falls_back=True),
+    case(dtype=BF16, h=128),
+    case(dtype=F16, h=128, falls_back=True),
+    case(dtype=BF16, r=64),
+    case(dtype=F32, r=64, falls_back=True),
+    case(dtype=BF16, b=1, m=1, h=1, r=1, d=1, e=1),
+    case(dtype=F32, b=1, m=690, n=33, h=4, d=486, e=256, falls_back=True),
+]
+
+
+@pytest.mark.parametrize("settings", SHAPES)
+def test_any_shape_compiles(settings: dict[str, Any]) -> None:
+    """A gradient whose rows do not fit in shared memory at once is the reference's."""
+    sizes = dict(settings)
+    dtype, falls_back = sizes.pop("dtype"), sizes.pop("falls_back", False)
+    op = RANKED if "k" in sizes else TPA_DECODE
+    found = names(gradient(op, op.structs(dtype, **sizes)))
+    assert "tpa_decode" in found
+    assert ("tpa_decode_backward" in found) != falls_back
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_what_no_block_fits_runs_the_reference_or_is_refused(implementation: Any) -> None:
+    xs = TPA_DECODE.structs(F32, r=512, d=512)
+    fn = partial(TPA_DECODE.fn, implementation=implementation)
+    if implementation is None:
+        assert not names(h200.compile_for_h200(fn, *xs))
+    else:
+        with pytest.raises(ValueError, match=r"float32 of R=512, D=512, E=128, for which shared"):
+            jax.eval_shape(fn, *xs)
+
+
+CONFIGS = [case(block_h=32), case(block_h=8, num_stages=1), case(block_h=16, num_splits=64)]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_variant_compiles(config: dict[str, int]) -> None:
+    fn = partial(decode, config=TpaDecodeConfig(**config))
+    program = h200.compile_for_h200(fn, *TPA_DECODE.structs(BF16)[:6])
+    merged = {"tpa_decode_merge"} if "num_splits" in config else set()
+    assert names(program) == {"tpa_decode"} | merged
+    assert ("cp.async" in ptx(program, "tpa_decode")) == ("num_stages" not in config)
+
+
+def test_offsets_beyond_two_to_the_31() -> None:
+    """Between batch elements and, in a longer cache than the card can hold, within one."""
+    xs = TPA_DECODE.structs(BF16, b=32, m=2**20 + 1)
+    program = gradient(TPA_DECODE, xs)
+    for name in ("tpa_decode", "tpa_decode_backward"):
+        assert multiplies_widely(128 * (2**20 + 1), ptx(program, name))
+    program = forward(TPA_DECODE, TPA_DECODE.structs(BF16, b=1, m=2**25 + 1))
+    assert multiplies_widely(128 * 2, ptx(program, "tpa_decode"))
+
+
+def multiplies_widely(stride: int, text: str) -> bool:
+    """Whether an index is multiplied by the stride (of numbers or bytes) in 64 bits."""
+    return re.search(rf"mul\.wide\.[su]32\s.*, {stride};", text) is not None

@@ -1,0 +1,136 @@
+"""Every op where programs are made: how often they are compiled, for which platform, exported."""
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import pallas_ops
+from tests import h200
+from tests.ops import TERMS, TestedOp, compiled, every_op, random_weights
+from tests.support import assert_close, kernel_implementation, value_and_vjp
+
+KERNEL = kernel_implementation()
+Rng = np.random.Generator
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+# Compilations
+
+
+@pytest.fixture
+def events() -> Iterator[list[str]]:
+    """The traces and compilations that JAX reports, as they come."""
+    names: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        del duration_secs
+        if event.endswith(("jaxpr_trace_duration", "backend_compile_duration")):
+            names.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@every_op
+def test_integers_compile_once(rng: Rng, op: TestedOp) -> None:
+    xs = op.arguments(rng)
+    traces = []
+
+    @jax.jit
+    def fn(*xs: jax.Array) -> Any:
+        traces.append(xs)
+        return op.fn(*xs)[0]
+
+    results = [
+        fn(*xs[: op.num_floating], *(op.argument(rng, i) for i in op.integers)) for _ in range(5)
+    ]
+    assert len(traces) == 1
+    assert not np.array_equal(results[0], results[1])
+
+
+@every_op
+def test_eager_calls_share_one_program(rng: Rng, op: TestedOp, events: list[str]) -> None:
+    calls = [op.arguments(rng, b=3) for _ in range(2)]  # a size of this test's own
+    op.fn(*calls[0], implementation=KERNEL)
+    assert events
+    events.clear()
+    op.fn(*calls[1], implementation=KERNEL)
+    assert not events
+
+
+# Platforms
+
+
+@every_op
+def test_triton_on_a_cpu_says_what_to_pass(rng: Rng, op: TestedOp) -> None:
+    xs = jax.device_put(op.arguments(rng), jax.devices("cpu")[0])
+    message = f'{op.name}: implementation="triton" needs an NVIDIA GPU.*pass implementation=None'
+    with pytest.raises(ValueError, match=message):
+        jax.jit(partial(op.fn, implementation="triton"))(*xs)
+
+
+@every_op
+def test_a_cpu_never_traces_the_kernel(
+    rng: Rng, op: TestedOp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("traced a kernel")
+
+    monkeypatch.setattr(pl, "pallas_call", refuse)
+    jax.clear_caches()
+    xs = jax.device_put(op.arguments(rng), jax.devices("cpu")[0])
+    weights = random_weights(rng, op, xs)
+    got, want = (
+        value_and_vjp(partial(op.fn, implementation=implementation), xs, weights)
+        for implementation in (None, "xla")
+    )
+    assert_close(got[0], want[0], terms=TERMS)
+    assert_close(got[1][: op.num_floating], want[1][: op.num_floating], terms=TERMS)
+    with pytest.raises(AssertionError, match="traced a kernel"):
+        op.fn(*xs, implementation="interpret")
+
+
+@every_op
+def test_import_and_tracing_start_no_backend(op: TestedOp) -> None:
+    program = f"""
+import jax, jax.numpy as jnp, numpy as np
+from tests.ops import OPS, weighted
+op = next(op for op in OPS if op.name == "{op.name}")
+xs = [jax.ShapeDtypeStruct([op.sizes[a] for a in axes.split()], "i4" if i in op.integers else "f4")
+      for i, axes in enumerate(op.operands)]
+jax.make_jaxpr(op.fn)(*xs)
+jax.make_jaxpr(jax.vmap(op.fn))(*[jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in xs])
+"""
+    env = os.environ | dict(JAX_PLATFORMS="there-is-none")
+    subprocess.run([sys.executable, "-c", program], check=True, env=env, cwd=ROOT)
+
+
+@every_op
+def test_export_for_cpu_and_cuda(rng: Rng, op: TestedOp) -> None:
+    xs = jax.device_put(op.arguments(rng), jax.devices("cpu")[0])
+    weights = random_weights(rng, op, xs)
+    export = jax.export.export(
+        jax.jit(op.fn),
+        platforms=("cpu", "cuda"),
+        disabled_checks=pallas_ops.DISABLE_JAX_EXPORT_CHECKS,
+    )
+    with h200.on_h200():
+        exported = export(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs))
+        data = exported.serialize(vjp_order=1)
+    assert f"pallas_ops_{op.name}".encode() in exported.mlir_module_serialized
+    loaded = jax.export.deserialize(data)
+    assert loaded.platforms == ("cpu", "cuda")
+    want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
+    assert_close(tuple(loaded.call(*xs)), want, terms=TERMS)
+    got = tuple(loaded.vjp().call(*xs, *weights))
+    assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)

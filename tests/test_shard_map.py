@@ -1,0 +1,171 @@
+"""Every op inside `jax.shard_map`, its replication check on; tpa_decode with its cache split."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import pallas_ops
+from tests import h200
+from tests.ops import (
+    OPS,
+    TERMS,
+    TPA_DECODE,
+    Arrays,
+    Layout,
+    TestedOp,
+    compiled,
+    cpu_mesh,
+    every_op,
+    pullback,
+    random_weights,
+    specs,
+    weighted,
+    words,
+)
+from tests.support import (
+    assert_as_good_as_reference,
+    assert_close,
+    in_float64,
+    random_array,
+    random_cotangents,
+    value_and_vjp,
+)
+
+Rng = np.random.Generator
+
+
+def mapped(op: TestedOp, layout: Layout, fn: Any = None) -> Callable[..., Any]:
+    """The op on each device's part; operands without a split axis are replicated."""
+    run: Callable[..., Any] = jax.shard_map(
+        fn or compiled(op, "interpret"),
+        mesh=cpu_mesh(),
+        in_specs=specs(op.operands, layout),
+        out_specs=specs(op.results, layout),
+    )
+    return run
+
+
+def layouts(op: TestedOp) -> list[Layout]:
+    """Splits that all results take part in."""
+    axes = [axis for axis in op.split if all(axis in a.split() for a in op.results)]
+    one: list[Layout] = [{axis: "x"} for axis in axes]
+    return [*one, dict(zip(axes, "xy", strict=False))]
+
+
+LAYOUTS = [(op, layout) for op in OPS for layout in layouts(op)]
+
+
+@pytest.mark.parametrize(("op", "layout"), LAYOUTS, ids=words)
+def test_gradients_outside_and_inside(rng: Rng, op: TestedOp, layout: Layout) -> None:
+    """Either way, replicated operands get the sum of the devices' gradients."""
+    xs = op.even_arguments(rng)
+    weights = random_weights(rng, op, xs)
+    want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
+    out, got = value_and_vjp(mapped(op, layout), xs, weights)
+    assert_close(out, want, terms=TERMS)
+    assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
+
+    inside = jax.shard_map(
+        pullback(op, compiled(op, "interpret")),
+        mesh=cpu_mesh(),
+        in_specs=(specs(op.results, layout), specs(op.operands, layout)),
+        out_specs=specs(op.operands[: op.num_floating], layout),
+    )
+    assert_close(jax.jit(inside)(weights, xs), grads[: op.num_floating], terms=TERMS)
+
+
+@every_op
+def test_grad_of_grad(rng: Rng, op: TestedOp) -> None:
+    xs = op.even_arguments(rng)
+    weights = random_weights(rng, op, xs)
+    directions = tuple(random_array(rng, xs[i].shape) for i in op.argnums)
+    got, want = (
+        jax.jit(
+            jax.grad(weighted(jax.grad(weighted(fn, weights), op.argnums), directions), op.argnums)
+        )(*xs)
+        for fn in (mapped(op, layouts(op)[-1]), compiled(op, "xla"))
+    )
+    assert_close(got, want, terms=TERMS)
+
+
+@every_op
+def test_vmap_outside_and_inside(rng: Rng, op: TestedOp) -> None:
+    layout = {op.split[0]: "x"}
+    xs, ys = op.even_arguments(rng), op.even_arguments(rng)
+    pairs = tuple(jnp.stack([x, y]) for x, y in zip(xs, ys, strict=True))
+    want = jax.vmap(compiled(op, "xla"))(*pairs)
+    assert_close(jax.jit(jax.vmap(mapped(op, layout)))(*pairs), want, terms=TERMS)
+
+    def inside(*xs: jax.Array) -> Arrays:
+        """The first operand alone is mapped over."""
+        first = jnp.stack([xs[0], 2 * xs[0]])
+        fn = jax.vmap(compiled(op, "interpret"), [0, *(None,) * (len(xs) - 1)])
+        return tuple(x[1] for x in fn(first, *xs[1:]))
+
+    got = jax.jit(mapped(op, layout, inside))(*xs)
+    assert_close(got, compiled(op, "xla")(2 * xs[0], *xs[1:]), terms=TERMS)
+
+
+# tpa_decode with its cache split over devices
+
+CACHE_SPECS = specs(TPA_DECODE.operands, {"m": "x"})
+
+
+def over_the_cache(fn: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Any]:
+    run: Callable[..., Any] = jax.shard_map(
+        fn, mesh=mesh or cpu_mesh(), in_specs=CACHE_SPECS, out_specs=(P(), P())
+    )
+    return run
+
+
+def decode(*xs: jax.Array, **kwargs: Any) -> Any:
+    return pallas_ops.tpa_decode_with_lse(*xs[:6], lengths=xs[6], **kwargs)
+
+
+def decode_all(*xs: jax.Array, **kwargs: Any) -> Any:
+    return pallas_ops.tpa_decode_with_lse(*xs[:6], **kwargs)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_lengths_count_over_a_split_cache(rng: Rng, n: int) -> None:
+    """Shards are empty, partly filled and full; gradients are taken outside and inside."""
+    lengths = jnp.asarray([0, 3, 8, 29, 99], jnp.int32)
+    xs = (*TPA_DECODE.arguments(rng, b=5, n=n, m=32)[:6], lengths)
+    weights = random_cotangents(rng, jax.eval_shape(decode, *xs))
+    want, grads = value_and_vjp(partial(decode, implementation="xla"), xs, weights)
+    fn = partial(decode, axis_name="x", implementation="interpret")
+    out, got = value_and_vjp(over_the_cache(fn), xs, weights)
+    assert_close(out, want, terms=TERMS)
+    assert_close(got[:6], grads[:6], terms=TERMS)
+
+    inside = jax.shard_map(
+        pullback(TPA_DECODE, fn),
+        mesh=cpu_mesh(),
+        in_specs=((P(), P()), CACHE_SPECS),
+        out_specs=CACHE_SPECS[:6],
+    )
+    assert_close(jax.jit(inside)(weights, xs), grads[:6], terms=TERMS)
+
+
+def test_split_cache_loses_no_precision(rng: Rng) -> None:
+    xs = TPA_DECODE.arguments(rng, jnp.bfloat16, n=3, m=32)
+    fn = partial(decode_all, axis_name="x", implementation="interpret")
+    own = decode_all(*xs, implementation="xla")
+    truth = in_float64(decode_all, *xs)
+    assert_as_good_as_reference(jax.jit(over_the_cache(fn))(*xs), own, truth, floor=2e-6)
+
+
+def test_h200s_merge_a_split_cache_by_sums() -> None:
+    mesh = h200.h200_mesh(x=8)
+    xs = TPA_DECODE.structs(jnp.bfloat16)
+    fn = over_the_cache(partial(decode, axis_name="x"), mesh)
+    program = h200.compile_for_h200(fn, *xs, mesh=mesh, specs=CACHE_SPECS)
+    assert program.collectives.keys() == {"all-reduce"}
+    assert program.memory.argument_size_in_bytes < sum(x.size * x.dtype.itemsize for x in xs) / 7

@@ -1,0 +1,106 @@
+"""Scans of any operator and pipelined loops: right, and right without the private JAX they use."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_ops.core import launch, triton_ext
+from tests import h200
+from tests.support import assert_close, case, kernel_implementation, random_array
+
+INTERPRETED = kernel_implementation() == "interpret"
+Rng = np.random.Generator
+
+
+def linear(before: Any, after: Any) -> Any:
+    """h -> factor h + add, one such map after another."""
+    return before[0] * after[0], after[0] * before[1] + after[1]
+
+
+def scanned(scan: Callable[..., Any], a: jax.Array, b: jax.Array, **kwargs: Any) -> Any:
+    """The scan of (a, b) in a kernel of one program."""
+
+    def kernel(a_ref: Any, b_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = scan(linear, (a_ref[...], b_ref[...]), **kwargs)[1]
+
+    block = pl.BlockSpec(a.shape, lambda i: (0,) * a.ndim)
+    return launch.launch(
+        kernel,
+        a,
+        b,
+        name="scan",
+        grid=(1,),
+        in_specs=[block, block],
+        out_specs=[block],
+        out_shape=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
+        num_warps=2,
+    )[0]
+
+
+@pytest.mark.parametrize("scan", [triton_ext.scan, triton_ext.log_depth_scan])
+@pytest.mark.parametrize(
+    "where",
+    [
+        case(shape=(32,), axis=0),
+        case(shape=(16, 8), axis=0, reverse=True),
+        case(shape=(4, 16), axis=1),
+        case(shape=(4, 8, 8), axis=1, reverse=True),
+        case(shape=(1, 8), axis=0),
+    ],
+)
+def test_scan_is_the_associative_scan(rng: Rng, scan: Callable[..., Any], where: Any) -> None:
+    where = dict(where)
+    a, b = (random_array(rng, where["shape"]) for _ in range(2))
+    kwargs = {name: where[name] for name in ("axis", "reverse") if name in where}
+    with launch.interpreted(INTERPRETED):
+        got = jax.jit(partial(scanned, scan, **kwargs))(a, b)
+    assert_close(got, lax.associative_scan(linear, (a, b), **kwargs)[1], terms=32)
+
+
+def test_every_supported_jax_has_what_is_private() -> None:
+    assert triton_ext.AVAILABLE
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_scan_needs_no_private_jax(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
+    monkeypatch.setattr(triton_ext, "AVAILABLE", available)
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    program = h200.compile_for_h200(partial(scanned, triton_ext.scan, axis=0), x, x)
+    (kernel,) = program.kernels
+    assert kernel.name == "pallas_ops_scan"
+    assert kernel.spill_bytes == 0
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_loops_are_pipelined_where_asked(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
+    monkeypatch.setattr(triton_ext, "AVAILABLE", available)
+
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        def step(i: jax.Array, total: jax.Array) -> jax.Array:
+            i = triton_ext.pipelined(i, 3)
+            total += x_ref[pl.ds(i * 64, 64), :]
+            return total
+
+        out_ref[...] = lax.fori_loop(0, 16, step, jnp.zeros((64, 64)))
+
+    def run(x: jax.Array) -> Any:
+        return launch.launch(
+            kernel,
+            x,
+            name="sum",
+            grid=(1,),
+            in_specs=[pl.BlockSpec((1024, 64), lambda i: (0, 0))],
+            out_specs=[pl.BlockSpec((64, 64), lambda i: (0, 0))],
+            out_shape=[jax.ShapeDtypeStruct((64, 64), jnp.float32)],
+            num_warps=4,
+        )[0]
+
+    program = h200.compile_for_h200(run, jax.ShapeDtypeStruct((1024, 64), jnp.float32))
+    assert any("cp.async" in text for text in program.ptx) == available
