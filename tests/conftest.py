@@ -28,14 +28,15 @@ def _has_gpu() -> bool:
 
 
 # JAX reads all of these when it is imported, which is after this file.
+_XLA_FLAGS = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 if not _has_gpu():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # LLVM's optimiser is half the time of these tests, each a small program that runs once.
+    _XLA_FLAGS.append("--xla_backend_optimization_level=0")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers share one card
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+os.environ["XLA_FLAGS"] = " ".join(_XLA_FLAGS)
 
 pytest.register_assert_rewrite("tests.support")
 

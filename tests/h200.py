@@ -146,10 +146,11 @@ def compile_for_h200(
     structs = [
         _structs(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs, strict=True)
     ]
-    # As options of this one compilation: in XLA_FLAGS the second one breaks XLA for CPUs.
+    # Options of this one compilation: in XLA_FLAGS that of the emitter breaks XLA for CPUs.
+    options: dict[str, Any] = {"xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
     with on_h200(), tempfile.TemporaryDirectory() as dump:
         lowered = _jitted(fn).trace(*structs).lower()
-        compiled = lowered.compile({"xla_dump_to": dump, "xla_dump_emitter_re": "ptx"})
+        compiled = lowered.compile({"xla_dump_to": dump} | options)
         ptx = tuple(path.read_text() for path in sorted(pathlib.Path(dump).rglob("*.ptx")))
     return Program(compiled, tuple(text for text in ptx if ".entry" in text))
 
