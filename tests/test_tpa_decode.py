@@ -153,9 +153,10 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_config_gives_the_same(rng: Rng, config: dict[str, int]) -> None:
-    xs = factors(rng, n=3, m=70, h=5)
+def test_every_config_gives_the_same(rng: Rng, config: dict[str, int], dtype: Any) -> None:
+    xs = factors(rng, dtype, n=3, m=70, h=5)
     lengths = jnp.asarray([70, 33], jnp.int32)
     got = both(KERNEL, lengths=lengths, config=TpaDecodeConfig(**config))(*xs)
     assert_close(got, loop(xs, lengths), terms=70)
