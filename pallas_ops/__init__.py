@@ -13,6 +13,9 @@ from pallas_ops import reference as reference
 from pallas_ops.ops.logcumsumexp import LogcumsumexpConfig as LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp import logcumsumexp as logcumsumexp
 from pallas_ops.ops.logcumsumexp import logcumsumexp_with_state as logcumsumexp_with_state
+from pallas_ops.ops.lrpe_cosine import LrpeCosineConfig as LrpeCosineConfig
+from pallas_ops.ops.lrpe_cosine import lrpe_cosine as lrpe_cosine
+from pallas_ops.ops.lrpe_cosine import md_lrpe_cosine as md_lrpe_cosine
 from pallas_ops.ops.tpa_decode import TpaDecodeConfig as TpaDecodeConfig
 from pallas_ops.ops.tpa_decode import tpa_decode as tpa_decode
 from pallas_ops.ops.tpa_decode import tpa_decode_with_lse as tpa_decode_with_lse

@@ -124,11 +124,13 @@ def _is_explicit(x: jax.Array) -> bool:
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
-def like(xs: Arrays, operands: Sequence[jax.Array | None]) -> tuple[jax.Array, ...]:
+def like(
+    xs: Sequence[jax.Array | None], operands: Sequence[jax.Array | None]
+) -> tuple[jax.Array | None, ...]:
     """`xs` with the operands' shardings, where those are of their types: as gradients must be."""
     return tuple(
         jax.sharding.reshard(x, jax.typeof(operand).sharding)
-        if operand is not None and _is_explicit(operand)
+        if x is not None and operand is not None and _is_explicit(operand)
         else x
         for x, operand in zip(xs, operands, strict=False)
     )

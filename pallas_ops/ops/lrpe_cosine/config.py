@@ -1,0 +1,110 @@
+"""How big the blocks of lrpe_cosine and md_lrpe_cosine are."""
+
+import dataclasses
+from typing import Literal
+
+WIDEST = 4096  # features that one tile can hold
+BUNCH = 8  # tiles that a walk loads at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LrpeCosineConfig:
+    """Launch choices, forward and backward.
+
+    The variant `sequence` (the seeds' Sp) gives a program `block_n` rows, which are tokens of one
+    head or heads of one token, whichever lie side by side, and `block_b` batch elements, which
+    share the angles. The variant `block` (Bp) gives it one head's `block_d` features and lets it
+    walk the sequence, `block_n` tokens at a time: it alone does the softmax over the sequence. In
+    `num_parts` parts, it walks for what the softmax needs of all tokens; `sequence` does the rest.
+
+    With `cache_angles` (the seeds' Tri Ca), angles are computed once, kept in memory, and read,
+    also going backward.
+    """
+
+    variant: Literal["sequence", "block"] = "sequence"
+    block_n: int = 16
+    block_d: int = 128
+    block_b: int = 1
+    num_parts: int = 1
+    cache_angles: bool = False
+    num_warps: int = 4
+    num_stages: int = 1
+
+    def __post_init__(self) -> None:
+        if self.variant not in ("sequence", "block"):
+            raise ValueError(
+                f"LrpeCosineConfig.variant is {self.variant!r}; accepted: 'sequence', 'block'"
+            )
+        if not isinstance(self.cache_angles, bool):
+            raise ValueError(
+                f"LrpeCosineConfig.cache_angles is {self.cache_angles!r}; accepted: True or False"
+            )
+        for name in ("block_n", "block_d", "block_b", "num_parts", "num_warps", "num_stages"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"LrpeCosineConfig.{name} is {value!r}; accepted: an int >= 1")
+            if value & (value - 1) and name in ("block_n", "block_d", "num_warps"):
+                raise ValueError(f"LrpeCosineConfig.{name} is {value}; accepted: a power of two")
+        unused = ["block_b"] if self.variant == "block" else ["num_parts"]
+        if self.variant == "sequence" and self.block_b == 1:
+            unused.append("num_stages")  # there is no loop
+        for name in unused:
+            if getattr(self, name) != 1:
+                raise ValueError(
+                    f"LrpeCosineConfig.{name} is {getattr(self, name)}; accepted: 1, with "
+                    f"variant={self.variant!r} and block_b={self.block_b}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """One call (per device)."""
+
+    b: int
+    n: int
+    h: int
+    d: int
+
+
+def power_of_two(size: int) -> int:
+    """The least that holds `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def choose(s: Sizes, *, backward: bool = False) -> LrpeCosineConfig:
+    """The launch for what sees one token at a time: 2,048 numbers a program, 16 a thread."""
+    block_d = min(power_of_two(s.d), WIDEST)
+    rows = max(1, (1024 if backward else 2048) // block_d)
+    return LrpeCosineConfig(block_n=min(rows, power_of_two(s.n * s.h)), block_d=block_d)
+
+
+def choose_columns(s: Sizes, *, num_sms: int = 132) -> LrpeCosineConfig:
+    """The launch for what walks the sequence: a bunch of 1,024 numbers a tile, 8 a thread.
+
+    A short sequence is one walk; a long one is cut until there are 8 programs a multiprocessor.
+    """
+    block_d = min(power_of_two(s.d), 64)
+    block_n = min(1024 // block_d, power_of_two(-(-s.n // BUNCH)))
+    bunches = -(-s.n // (BUNCH * block_n))
+    walks = s.b * s.h * -(-s.d // block_d)
+    return LrpeCosineConfig(
+        variant="block",
+        block_n=block_n,
+        block_d=block_d,
+        num_parts=1 if bunches <= 2 else max(1, min(bunches, 8 * num_sms // walks)),
+        num_warps=max(1, min(4, block_n * block_d // 256)),
+    )
+
+
+def choose_sums(s: Sizes) -> LrpeCosineConfig:
+    """The launch for theta's gradient: all features of a token, for their softmax."""
+    block_d = min(power_of_two(s.d), WIDEST)
+    block_n = max(1, min(1024 // block_d, power_of_two(-(-s.n // BUNCH))))
+    walks = s.b * s.h * -(-s.d // block_d)
+    return LrpeCosineConfig(
+        variant="block",
+        block_n=block_n,
+        block_d=block_d,
+        num_parts=max(1, 1024 // walks),
+        num_warps=4,
+    )

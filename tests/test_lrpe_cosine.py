@@ -1,0 +1,231 @@
+"""lrpe_cosine: reference against a loop, kernels against the reference, gradients, laws."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import pallas_ops
+from pallas_ops import LrpeCosineConfig
+from tests.support import (
+    assert_as_good_as_reference,
+    assert_close,
+    case,
+    in_float64,
+    kernel_implementation,
+    random_array,
+    random_cotangents,
+    value_and_vjp,
+)
+
+KERNEL = kernel_implementation()
+BLOCK = LrpeCosineConfig(variant="block", block_n=2, block_d=16, num_parts=2, num_warps=1)
+Rng = np.random.Generator
+
+CASES = [
+    case(width=10),
+    case(width=10, heads=1, act="silu"),
+    case(width=1, act="sigmoid", layout="BHND"),
+    case(width=4, act="relu", layout="BHND"),
+    case(width=10, act="softmax", axis=-1),
+    case(width=3, heads=1, act="softmax", axis=3, layout="BHND"),
+    case(width=10, act="softmax", axis=1),
+    case(width=1, act="softmax", axis=-2, layout="BHND"),
+]
+
+
+def inputs(
+    rng: Rng,
+    *,
+    width: int,
+    heads: int = 3,
+    b: int = 2,
+    n: int = 37,
+    layout: str = "BNHD",
+    dtype: Any = jnp.float32,
+    **options: Any,
+) -> tuple[tuple[jax.Array, jax.Array], dict[str, Any]]:
+    """x and theta, and the keywords."""
+    sizes = dict(B=b, N=n, H=3, D=10)
+    x = random_array(rng, tuple(sizes[letter] for letter in layout), dtype)
+    return (x, random_array(rng, (heads, width))), dict(layout=layout, **options)
+
+
+def reference(**options: Any) -> Any:
+    return jax.jit(partial(pallas_ops.reference.lrpe_cosine, **options))
+
+
+def kernel(**options: Any) -> Any:
+    return jax.jit(partial(pallas_ops.lrpe_cosine, implementation=KERNEL, **options))
+
+
+def loop(
+    x: Any, theta: Any, positions: Any, *, layout: str, act: str = "none", axis: int | None = None
+) -> npt.NDArray[np.float64]:
+    """The definition, a number at a time, in float64; positions [B, N]."""
+    x, theta = np.asarray(x, np.float64), np.asarray(theta, np.float64)
+    if act == "softmax":
+        e = np.exp(x - x.max(axis=axis, keepdims=True))
+        x = e / e.sum(axis=axis, keepdims=True)
+    acts = {"relu": lambda v: max(v, 0), "sigmoid": lambda v: 1 / (1 + np.exp(-v))}
+    acts["silu"] = lambda v: v / (1 + np.exp(-v))
+    d = x.shape[-1]
+    out = np.zeros((*x.shape[:-1], 2 * d))
+    for i, j, k, f in np.ndindex(x.shape):
+        n, h = (j, k) if layout == "BNHD" else (k, j)
+        row = theta[h % len(theta)]
+        angle = 0 if 1 < len(row) <= f else float(positions[i, n]) * row[f % len(row)]
+        a = acts.get(act, float)(x[i, j, k, f])
+        out[i, j, k, f], out[i, j, k, d + f] = a * np.cos(angle), a * np.sin(angle)
+    return out
+
+
+# Reference
+
+
+@pytest.mark.parametrize("settings", CASES)
+def test_reference_is_the_loop(rng: Rng, settings: dict[str, Any]) -> None:
+    xs, options = inputs(rng, **settings, n=5)
+    want = loop(*xs, 7 + np.tile(np.arange(5), (2, 1)), **options)
+    assert_close(reference(offset=7, **options)(*xs), want, terms=10)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_the_phase_is_right_where_a_float32_product_loses_it(rng: Rng, implementation: Any) -> None:
+    """Within 1e-5 up to 2**24 positions and |theta| of 4."""
+    position = jnp.asarray(rng.integers(2**23, 2**24 + 1, 64), jnp.int32)
+    theta = jnp.asarray(rng.uniform(-4, 4, (1, 32)), jnp.float32)
+    ones = jnp.ones((1, 64, 1, 32))
+    run = partial(pallas_ops.lrpe_cosine, implementation=implementation)
+    got = np.asarray(jax.jit(run)(ones, theta, positions=position), np.float64)
+    want = loop(ones, theta, np.asarray(position)[None], layout="BNHD")
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    naive = jnp.cos(position.astype(jnp.float32)[:, None] * theta)
+    assert np.abs(naive - want[0, :, 0, :32]).max() > 1e-3
+
+
+# Forward and gradient
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("settings", CASES)
+def test_kernels_are_as_good_as_the_reference(
+    rng: Rng, settings: dict[str, Any], dtype: Any
+) -> None:
+    """Output and both gradients; with several parts where the sequence is summed over."""
+    xs, options = inputs(rng, **settings, dtype=dtype)
+    sequence = options.get("axis") in (1, -2)
+    config = BLOCK if sequence and dtype == jnp.float32 else None
+    cotangents = random_cotangents(rng, jax.eval_shape(reference(**options), *xs))
+    got = value_and_vjp(kernel(config=config, **options), xs, cotangents)
+    own = value_and_vjp(reference(**options), xs, cotangents)
+    wide = partial(pallas_ops.reference.lrpe_cosine, **options)
+    truth = in_float64(lambda xs, dout: value_and_vjp(wide, xs, dout), xs, cotangents)
+    assert_as_good_as_reference(got, own, truth)
+
+
+CONFIGS = [
+    case(block_n=4, block_d=16),
+    case(block_n=4, block_d=4, block_b=2),
+    case(block_n=8, block_d=16, cache_angles=True),
+    case(variant="block", block_n=1, block_d=8, num_parts=3),
+    case(variant="block", block_n=4, block_d=16, num_stages=2, cache_angles=True),
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_gives_the_same(rng: Rng, config: dict[str, Any], dtype: Any) -> None:
+    xs, _ = inputs(rng, width=4, b=3, act="silu", dtype=dtype)
+    offset = jnp.asarray([3, 100, 0], jnp.int32)
+    for where in ({}, {"offset": offset}):
+        want = value_and_vjp(kernel(**where), xs, jnp.ones((3, 37, 3, 20), dtype))
+        run = kernel(config=LrpeCosineConfig(**config), **where)
+        assert_close(value_and_vjp(run, xs, jnp.ones((3, 37, 3, 20), dtype)), want, terms=37)
+
+
+def test_extremes_stay_where_they_are(rng: Rng) -> None:
+    """In features, tokens or columns; -inf and huge ranges are ordinary for a softmax."""
+    (x, theta), _ = inputs(rng, width=10)
+    x = x.at[0, 3, 1, 2].set(jnp.nan).at[1, 5, 0].set(-jnp.inf).at[1, :4].set(-jnp.inf)
+    x = x.at[1, 9].multiply(1e4)
+    for options in (dict(act="relu"), dict(act="softmax", axis=1), dict(act="softmax", axis=3)):
+        for config in (None, BLOCK) if options.get("axis") == 1 else (None,):
+            got, want = kernel(config=config, **options)(x, theta), reference(**options)(x, theta)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_nobody_asked_for_cost_nothing(rng: Rng) -> None:
+    """Without an activation, x's gradient saves no array but theta."""
+    (x, theta), _ = inputs(rng, width=10)
+    pull = jax.vjp(lambda x: pallas_ops.lrpe_cosine(x, theta, implementation=KERNEL), x)[1]
+    assert sum(leaf.size for leaf in jax.tree.leaves(pull)) <= theta.size
+    pulled = str(jax.make_jaxpr(pull)(jnp.ones((2, 37, 3, 20))))
+    assert "lrpe_cosine_backward" in pulled
+    assert "lrpe_cosine_theta" not in pulled
+
+
+def test_real_positions_have_a_gradient(rng: Rng) -> None:
+    xs, _ = inputs(rng, width=10, b=2)
+    positions = random_array(rng, (2, 37))
+    dout = random_array(rng, (2, 37, 3, 20))
+
+    def gradient(fn: Any) -> Any:
+        return value_and_vjp(lambda positions: fn(*xs, positions=positions), (positions,), dout)[1]
+
+    assert_close(gradient(kernel()), gradient(reference()), terms=60)
+
+
+# Laws
+
+
+def test_offset_is_a_prefix_dropped_and_a_position_array(rng: Rng) -> None:
+    (x, theta), _ = inputs(rng, width=10, act="silu")
+    longer = jnp.concatenate([jnp.ones_like(x[:, :5]), x], axis=1)
+    run = kernel(act="silu")
+    want = run(longer, theta)[:, 5:]
+    at = 5 + jnp.arange(37)
+    for where in (dict(offset=5), dict(offset=jnp.asarray([5, 5])), dict(positions=at)):
+        assert_close(run(x, theta, **where), want, scale=1.0)
+    assert_close(run(x, theta, positions=jnp.stack([at, at]).astype(jnp.float32)), want, scale=1.0)
+
+
+def test_pairs_keep_their_length(rng: Rng) -> None:
+    (x, theta), _ = inputs(rng, width=10)
+    out = kernel(offset=1000)(x, theta)
+    assert_close(out[..., :10] ** 2 + out[..., 10:] ** 2, x**2)
+
+
+def test_no_heads_is_one_head(rng: Rng) -> None:
+    (x, theta), _ = inputs(rng, width=10, heads=1)
+    got = kernel()(x[:, :, 0], theta)
+    assert_close(got, kernel()(x[:, :, :1], theta)[:, :, 0], scale=1.0)
+
+
+def test_a_traced_offset_compiles_once(rng: Rng) -> None:
+    xs, _ = inputs(rng, width=10)
+    run = jax.jit(lambda offset: pallas_ops.lrpe_cosine(*xs, offset=offset))
+    for offset in (0, 7, -3):
+        assert_close(run(offset), reference(offset=offset)(*xs), scale=1.0)
+    assert run._cache_size() == 1
+
+
+def test_grad_of_grad(rng: Rng) -> None:
+    xs, options = inputs(rng, width=10, n=3, act="silu")
+
+    def second(fn: Any) -> Any:
+        loss = lambda x, theta: jnp.sum(fn(x, theta, **options) ** 3)  # noqa: E731
+        return jax.grad(lambda *xs: jnp.vdot(jax.grad(loss)(*xs), xs[0]), (0, 1))(*xs)
+
+    interpreted = partial(pallas_ops.lrpe_cosine, implementation=KERNEL)
+    assert_close(second(interpreted), second(pallas_ops.reference.lrpe_cosine), terms=1000)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3, 10), (2, 0, 3, 10), (2, 4, 0, 10), (2, 4, 3, 0)])
+def test_empty_arrays(shape: tuple[int, ...]) -> None:
+    x, theta = jnp.ones(shape), jnp.ones((1, 1))
+    assert pallas_ops.lrpe_cosine(x, theta).shape == (*shape[:3], 2 * shape[3])

@@ -1,0 +1,102 @@
+"""What lrpe_cosine and md_lrpe_cosine refuse, and how they say it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_ops
+from pallas_ops import LrpeCosineConfig
+
+X, THETA = jnp.ones((2, 6, 3, 4)), jnp.ones((3, 4))
+SEQUENCE = LrpeCosineConfig(block_n=4, block_d=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(x=X[0, 0]), ValueError, r"x.shape is \(3, 4\); accepted: \[B, N, H, D\] or \[B, N"),
+        (dict(x=X.astype(int)), TypeError, "x.dtype is 'int32'; accepted: bfloat16, float16"),
+        (dict(x=X[:, 0], layout="BHND"), ValueError, r"accepted: \[B, H, N, D\]$"),
+        (dict(layout="NBHD"), ValueError, "layout is 'NBHD'; accepted: 'BNHD', 'BHND'"),
+        (dict(theta=THETA[:2]), ValueError, r"theta.shape is \(2, 4\); accepted: \[3, E\] or \[1"),
+        (dict(theta=jnp.ones((3, 5))), ValueError, "E from 1 to 4"),
+        (dict(theta=THETA.astype(int)), TypeError, "theta.dtype is 'int32'; accepted: a float"),
+        (dict(offset=1.5), TypeError, "offset is 1.5; accepted: an integer"),
+        (dict(offset=True), TypeError, "offset is True; accepted: an integer"),
+        (dict(offset=2**40), ValueError, "offset is 1099511627776; accepted: -2"),
+        (dict(offset=jnp.ones(2)), TypeError, "offset.dtype is 'float32'; accepted: integers"),
+        (dict(offset=jnp.arange(3)), ValueError, r"offset.shape is \(3,\); accepted: \[\] or"),
+        (dict(offset=1, positions=jnp.arange(6)), ValueError, "are both given; accepted: one"),
+        (dict(positions=jnp.arange(5)), ValueError, r"positions.shape is \(5, 1\); .* N=6 tokens"),
+        (dict(positions=jnp.ones((1, 2, 6))), ValueError, r"accepted: \[N\] or \[B, N\]"),
+        (dict(positions=jnp.ones(6, bool)), TypeError, "positions.dtype is 'bool'"),
+        (dict(act="gelu"), ValueError, "act is 'gelu'; accepted: 'none', 'relu', 'sigmoid'"),
+        (dict(act="silu", axis=1), ValueError, "axis is 1 and act 'silu'; accepted: None"),
+        (dict(act="softmax"), ValueError, r"axis is None; accepted, for a softmax: 3 or -1"),
+        (dict(act="softmax", axis=2), ValueError, r"axis is 2; accepted.* 1 or -3 \(the seq"),
+        (dict(implementation="cuda"), ValueError, "implementation is 'cuda'; accepted: None"),
+        (dict(config=3), TypeError, "config is 3; accepted: None or a LrpeCosineConfig"),
+        (dict(act="softmax", axis=1, config=SEQUENCE), ValueError, "accepted, .* 'block'"),
+        (
+            dict(act="softmax", axis=3, config=LrpeCosineConfig(block_d=2)),
+            ValueError,
+            "block_d is 2; accepted, for a softmax over the features: at least D = 4",
+        ),
+    ],
+)
+def test_refusals(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"x": X, "theta": THETA, **change}
+    with pytest.raises(error, match=message):
+        pallas_ops.lrpe_cosine(arguments.pop("x"), arguments.pop("theta"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(shape=(2, 2)), ValueError, r"shape is \(2, 2\) and num_prefix_tokens 0; accepted: 2"),
+        (dict(shape=None), TypeError, "shape is None; accepted: the grid's"),
+        (dict(shape=()), TypeError, r"shape is \(\); accepted"),
+        (dict(shape=(-1, -6)), ValueError, "accepted: no negative sizes"),
+        (dict(num_prefix_tokens=-1), ValueError, "num_prefix_tokens is -1; accepted: an int >= 0"),
+        (dict(num_prefix_tokens=1.0), TypeError, "num_prefix_tokens is 1.0; accepted: an int"),
+        (
+            dict(theta=THETA[:, :1]),
+            ValueError,
+            r"theta.shape is \(3, 1\); accepted: .* 2 \* E >= 4",
+        ),
+        (dict(positions=jnp.ones((6, 3))), ValueError, "accepted: 3 sizes with"),
+        (dict(positions=jnp.ones((2, 5, 2)), shape=None), ValueError, "accepted: N=6 tokens"),
+        (dict(positions=jnp.arange(6)), ValueError, r"accepted: \[N, K\] or \[B, N, K\]"),
+    ],
+)
+def test_grid_refusals(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"theta": THETA, "shape": (2, 3), **change}
+    with pytest.raises(error, match=message):
+        pallas_ops.md_lrpe_cosine(X, arguments.pop("theta"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(variant="rows"), "variant is 'rows'; accepted: 'sequence', 'block'"),
+        (dict(block_n=3), "block_n is 3; accepted: a power of two"),
+        (dict(num_warps=0), "num_warps is 0; accepted: an int >= 1"),
+        (dict(cache_angles=1), "cache_angles is 1; accepted: True or False"),
+        (dict(num_parts=2), "num_parts is 2; accepted: 1, with variant='sequence'"),
+        (dict(num_stages=2), "num_stages is 2; accepted: 1, with"),
+        (dict(variant="block", block_b=2), "block_b is 2; accepted: 1, with variant='block'"),
+    ],
+)
+def test_configs_refuse(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"LrpeCosineConfig.{message}"):
+        LrpeCosineConfig(**settings)
+
+
+def test_float64_runs_the_reference() -> None:
+    with jax.enable_x64(True):
+        x = jnp.ones((1, 2, 1, 2), jnp.float64)
+        assert pallas_ops.lrpe_cosine(x, jnp.ones((1, 2))).dtype == jnp.float64
+        with pytest.raises(ValueError, match="whose kernel does not take float64"):
+            pallas_ops.lrpe_cosine(x, jnp.ones((1, 2)), implementation="triton")
