@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import pallas_ops
+from pallas_ops.ops.logcumsumexp.vjp import RESIDUALS as LOGCUMSUMEXP_RESIDUALS
 from pallas_ops.ops.tpa_decode.vjp import RESIDUALS as TPA_DECODE_RESIDUALS
 from tests.support import random_array, random_cotangents
 
@@ -52,6 +53,10 @@ class TestedOp:
     def argnums(self) -> tuple[int, ...]:
         """The operands that have gradients."""
         return tuple(range(self.num_floating))
+
+    def sums_gradients(self, layout: Layout) -> bool:
+        """Whether some operand has not all of the split axes: its gradient is summed over them."""
+        return any(axis not in self.operands[i].split() for axis in layout for i in self.argnums)
 
     def argument(
         self, rng: np.random.Generator, i: int, dtype: Any = jnp.float32, **sizes: int
@@ -159,6 +164,12 @@ def _tpa_decode(*operands: jax.Array, implementation: Any = None) -> Arrays:
     return pallas_ops.tpa_decode_with_lse(*factors, lengths=lengths, implementation=implementation)
 
 
+def _logcumsumexp(x: jax.Array, state: jax.Array, *, implementation: Any = None) -> Arrays:
+    return pallas_ops.logcumsumexp_with_state(
+        x, axis=1, initial_state=state[:, None], implementation=implementation
+    )
+
+
 OPS = [
     TestedOp(
         name="tpa_decode",
@@ -173,6 +184,20 @@ OPS = [
         residuals=TPA_DECODE_RESIDUALS,
         split=("b", "h", "e"),
         whole=("n", "m", "r", "d"),
+    ),
+    TestedOp(
+        name="logcumsumexp",
+        fn=_logcumsumexp,
+        operands=("b n c", "b c"),
+        results=("b n c", "b one c"),
+        sizes=dict(b=2, n=17, c=3, one=1),
+        large=dict(b=12, n=8192, c=2048, one=1),
+        integers={},
+        kernels=("logcumsumexp",),
+        gradient_kernels=("logcumsumexp_backward",),
+        residuals=LOGCUMSUMEXP_RESIDUALS,
+        split=("b", "c"),
+        whole=("n",),
     ),
 ]
 TPA_DECODE = OPS[0]

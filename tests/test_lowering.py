@@ -76,15 +76,19 @@ BF16, F16, F32 = DTYPES
 AWKWARD = dict(b=3, m=2047, h=17, r=31, d=127, e=65)
 
 
-def decode(*factors: jax.Array, **kwargs: Any) -> Any:
-    return pallas_ops.tpa_decode(*factors, **kwargs)
+def decode(*operands: jax.Array, **kwargs: Any) -> Any:
+    factors, lengths = operands[:6], operands[6] if len(operands) > 6 else None
+    return pallas_ops.tpa_decode(*factors, lengths=lengths, **kwargs)
 
 
+@pytest.mark.parametrize("num_operands", [6, 7], ids=["full", "lengths"])
 @pytest.mark.parametrize(
     ("dtype", "product"), [(BF16, "bf16.bf16.f32"), (F32, "tf32.tf32.f32")], ids=["bf16", "f32"]
 )
-def test_streams_keys_through_the_tensor_cores_without_spills(dtype: Any, product: str) -> None:
-    program = h200.compile_for_h200(decode, *TPA_DECODE.structs(dtype)[:6])
+def test_streams_keys_through_the_tensor_cores_without_spills(
+    dtype: Any, product: str, num_operands: int
+) -> None:
+    program = h200.compile_for_h200(decode, *TPA_DECODE.structs(dtype)[:num_operands])
     text = ptx(program, "tpa_decode")
     assert text.count("cp.async.cg.shared.global") > 8  # a pipeline: loads run ahead of use
     assert "cp.async.wait_group" in text

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 import pallas_ops
 from tests import h200
-from tests.ops import TERMS, TestedOp, compiled, every_op, random_weights
+from tests.ops import OPS, TERMS, TestedOp, compiled, every_op, random_weights, words
 from tests.support import assert_close, kernel_implementation, value_and_vjp
 
 KERNEL = kernel_implementation()
@@ -41,7 +41,7 @@ def events() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@every_op
+@pytest.mark.parametrize("op", [op for op in OPS if op.integers], ids=words)
 def test_integers_compile_once(rng: Rng, op: TestedOp) -> None:
     xs = op.arguments(rng)
     traces = []

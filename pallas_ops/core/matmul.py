@@ -1,6 +1,7 @@
 """Products of tiles on the tensor cores, without rounding what is in float32."""
 
-from typing import Any
+import itertools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +10,23 @@ from jax import lax
 from pallas_ops.core import launch
 
 
-def dot(a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
+def dot(
+    a: jax.Array, b: jax.Array, acc: jax.Array | None = None, *, pieces: Literal[2, 3] = 2
+) -> jax.Array:
     """acc + a @ b, summed in float32, with no operand rounded to 16 bits.
 
     Products of two bfloat16 or two float16 numbers are exact in float32. A float32 tile that
-    meets a bfloat16 one is taken as the sum of two bfloat16 tiles, which is within 2**-17 of it.
+    meets a bfloat16 one is taken as the sum of so many bfloat16 tiles: two are within 2**-16 of
+    it, which is enough for what is rounded to 16 bits in the end; three hold all of its bits.
     Any other pair runs as three TF32 products (within 2**-21), for float16 cannot hold the range.
     """
     if a.dtype == b.dtype and a.dtype != jnp.float32:
         return _product(a, b, acc)
-    if b.dtype == jnp.bfloat16:
-        high, low = _halves(a)
-        return _product(low, b, _product(high, b, acc))
-    if a.dtype == jnp.bfloat16:
-        high, low = _halves(b)
-        return _product(a, low, _product(a, high, acc))
+    if jnp.bfloat16 in (a.dtype, b.dtype):
+        for x, y in itertools.product(_split(a, pieces), _split(b, pieces)):
+            acc = _product(x, y, acc)
+        assert acc is not None
+        return acc
     precision = (
         lax.Precision.HIGHEST
         if launch.is_interpreted()  # no CPU has the TF32 algorithms
@@ -37,8 +40,14 @@ def _product(a: jax.Array, b: jax.Array, acc: jax.Array | None, precision: Any =
     return product if acc is None else acc + product  # one instruction: the tensor cores add
 
 
-def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The upper half of each number's bits, and the rest, rounded."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
-    high = lax.bitcast_convert_type(bits, jnp.float32)
-    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+def _split(x: jax.Array, pieces: int) -> list[jax.Array]:
+    """The upper half of each number's bits, that of the rest, ..., and the last rest, rounded."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    highs = []
+    for _ in range(pieces - 1):
+        bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        high = lax.bitcast_convert_type(bits, jnp.float32)
+        highs.append(high.astype(jnp.bfloat16))
+        x = x - high
+    return [*highs, x.astype(jnp.bfloat16)]

@@ -13,7 +13,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_ops.core.dispatch import Implementation, Op
-from pallas_ops.core.partition import call
+from pallas_ops.core.partition import call, like
 from pallas_ops.ops.logcumsumexp import kernel, kernel_backward
 from pallas_ops.ops.logcumsumexp import reference as meaning
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
@@ -118,16 +118,15 @@ def _forward(p: Params, x: jax.Array, initial: jax.Array | None):  # type: ignor
     _, saving, _ = ops_of(p, x)
     out, final, *marks = call(saving, x, initial, implementation=p.implementation, **p.static)
     saved = [checkpoint_name(mark, RESIDUALS) for mark in marks]
-    return (out, final), (x, initial is not None, saved)
+    return (out, final), (x, initial, saved)
 
 
 def _backward(p: Params, saved, cotangents):  # type: ignore[no-untyped-def]
-    x, has_initial, marks = saved
+    x, initial, marks = saved
     _, _, backward = ops_of(p, x)
-    dx, dinitial = call(
-        backward, x, *cotangents, *marks, implementation=p.implementation, **p.static
-    )
-    return dx, dinitial if has_initial else None
+    grads = call(backward, x, *cotangents, *marks, implementation=p.implementation, **p.static)
+    dx, dinitial = like(grads, (x, initial))
+    return dx, None if initial is None else dinitial
 
 
 accumulate.defvjp(_forward, _backward)

@@ -40,7 +40,8 @@ def tpa_decode(
     sees keys m < length - (N - 1 - n).
 
     Computed in float32 and returned in the dtype of the factors; nothing is rounded to 16 bits on
-    the way (a float32 side of a tensor-core product keeps 17 bits or more).
+    the way (a float32 side of a tensor-core product keeps 16 bits or more, and 21 where scores are
+    made for the log-sum-exp).
 
     Args:
       aq: query head factors [B, N, H, R]; bfloat16, float16, float32 (float64 runs the reference).

@@ -2,7 +2,9 @@
 
 A program holds rows (queries x heads) and streams keys. Scores are taken rank first:
 q k^T = aq (bq bk^T). The long product has the input dtype on both sides, so it is exact, and needs
-a tile of R rows instead of H; the short product with aq keeps float32 (see `core.matmul`).
+a tile of R rows instead of H; the short product with aq keeps all of float32 (see `core.matmul`),
+for the log-sum-exp is not rounded to 16 bits. Beyond the length scores are hidden, and so need not
+be what they are made of.
 """
 
 import math
@@ -130,11 +132,11 @@ def _forward_kernel(
 
     def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry
-        keys = Keys(rows, i, limit)
+        keys, stored = Keys(rows, i, limit), Keys(rows, i, s.m)
         scale = plan.score_scale * LOG2E
-        inner = [scale * dot(bq, load(bk_ref, *keys.features(k, s.d)).T) for k in range(s.rk)]
-        ak = [rows.spread(keys.load_a(ak_ref, k)) for k in range(s.rk)]
-        score, _ = scores(aq, inner, ak)
+        inner = [scale * dot(bq, load(bk_ref, *stored.features(k, s.d)).T) for k in range(s.rk)]
+        ak = [rows.spread(stored.load_a(ak_ref, k)) for k in range(s.rk)]
+        score, _ = scores(aq, inner, ak, pieces=3)
         score = jnp.where(keys.seen(length), score, -jnp.inf)
         new_top = jnp.maximum(top, score.max(axis=1))
         p = exp2(score - new_top[:, None])

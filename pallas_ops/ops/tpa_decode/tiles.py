@@ -5,7 +5,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +130,8 @@ class Keys:
         self.rows = rows
         self.index = step * block_m + span(block_m)
         self.inside = self.index < limit
+        if isinstance(limit, int) and limit % block_m == 0:  # the compiler cannot tell
+            self.inside = jnp.full(self.index.shape, True)
 
     def heads(self, rank: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Where rank `rank` of ak or av [M, ranks x H] has this program's heads."""
@@ -170,10 +172,10 @@ def part(i: jax.Array, parts: int, blocks: jax.Array | int) -> tuple[Any, Any]:
 
 
 def scores(
-    aq: jax.Array, inner: list[jax.Array], ak: list[jax.Array]
+    aq: jax.Array, inner: list[jax.Array], ak: list[jax.Array], *, pieces: Literal[2, 3] = 2
 ) -> tuple[jax.Array, list[jax.Array]]:
     """sum_k (aq inner_k) ak_k [rows, keys], and the summands without ak."""
-    products = [dot(aq, x) for x in inner]
+    products = [dot(aq, x, pieces=pieces) for x in inner]
     return sum_of(p * a for p, a in zip(products, ak, strict=True)), products
 
 

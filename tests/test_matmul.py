@@ -1,0 +1,32 @@
+"""Products of tiles keep the bits that they say they keep."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ops.core import launch
+from pallas_ops.core.matmul import dot
+from tests.support import random_array
+
+PIECES = {2: 2.0**-16, 3: 0.0}  # relative errors
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("left", [False, True])
+def test_a_float32_side_is_the_sum_of_bfloat16_pieces(
+    rng: np.random.Generator, left: bool, pieces: int
+) -> None:
+    x = random_array(rng, (64, 64)) * 2.0 ** rng.integers(-40, 40, (64, 64)).astype(np.float32)
+    one = jnp.eye(64, dtype=jnp.bfloat16)
+    with launch.interpreted(True):
+        got = dot(x, one, pieces=pieces) if left else dot(one, x, pieces=pieces)
+    assert (np.abs(got - x) <= PIECES[pieces] * np.abs(x)).all()
+
+
+def test_a_product_is_added_to_what_is_there(rng: np.random.Generator) -> None:
+    a, b = random_array(rng, (16, 32), jnp.bfloat16), random_array(rng, (32, 16))
+    acc = random_array(rng, (16, 16))
+    with launch.interpreted(True):
+        got = dot(a, b, acc, pieces=3)
+    want = np.asarray(acc, np.float64) + np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
