@@ -31,7 +31,8 @@ class Case:
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     reference: Function
     data: Data | None = None  # what to make of standard normal inputs
-    extra_bytes: int = 0  # what a backward pass cannot but read besides: a saved result, say
+    constants: int = 0  # how many of the inputs, the last ones, are not differentiated
+    extra_bytes: int = 0  # what a backward pass reads besides its inputs, or need not read of them
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,6 +60,7 @@ class Benchmark:
     small: Grid  # the axes that are shorter without a GPU
     modes: Sequence[str] = ("fwd",)
     dtypes: Sequence[str] = ("bf16",)
+    has: Callable[..., bool] = lambda **_: True  # whether a point of the grid is a case
 
 
 def implementation() -> Literal["triton", "interpret"]:
@@ -92,7 +94,12 @@ def inputs(case: Case) -> tuple[jax.Array, ...]:
 
 
 def prepare(
-    provider: Provider, point: Point, arguments: tuple[jax.Array, ...], *, mode: str
+    provider: Provider,
+    point: Point,
+    arguments: tuple[jax.Array, ...],
+    *,
+    mode: str,
+    constants: int = 0,
 ) -> tuple[Function, tuple[Any, ...]]:
     """What to measure, and on what: going backward, a residual is an argument like any other."""
     function = provider.make(**point)
@@ -100,8 +107,16 @@ def prepare(
     if mode == "fwd":
         return function, arguments
     shapes = jax.eval_shape(function, *arguments)
-    pull = jax.vjp(function, *arguments)[1]
+    pull = _vjp(function, arguments, constants)
     return jax.jit(_pull) if provider.jit else _pull, (pull, normal(shapes, seed=1))
+
+
+def _vjp(function: Function, arguments: tuple[jax.Array, ...], constants: int) -> Function:
+    """The pullback to all arguments but the last `constants`."""
+    moving = len(arguments) - constants
+    run = lambda *xs: function(*xs, *arguments[moving:])  # noqa: E731
+    pull: Function = jax.vjp(run, *arguments[:moving])[1]
+    return pull
 
 
 def _pull(pull: Function, cotangents: Any) -> Any:
@@ -120,7 +135,8 @@ def truth(case: Case, arguments: tuple[jax.Array, ...], *, mode: str) -> Any:
         cotangents = jax.tree.map(
             lambda x, like: x.astype(like.dtype), normal(shapes, seed=1), results
         )
-        return jax.jit(lambda xs, dy: jax.vjp(case.reference, *xs)[1](dy))(arguments, cotangents)
+        pull = jax.jit(lambda xs, dy: _vjp(case.reference, xs, case.constants)(dy))
+        return pull(arguments, cotangents)
 
 
 def deviation(got: Any, want: Any) -> float:
@@ -142,7 +158,8 @@ def moved_bytes(case: Case, *, mode: str) -> int:
     results = jax.eval_shape(case.reference, *case.inputs)
     if mode == "fwd":
         return _bytes((case.inputs, results))
-    return _bytes((case.inputs, results, case.inputs)) + case.extra_bytes
+    gradients = case.inputs[: len(case.inputs) - case.constants]
+    return _bytes((case.inputs, results, gradients)) + case.extra_bytes
 
 
 def _bytes(shapes: Any) -> int:

@@ -103,6 +103,7 @@ def _plan(benchmark: Benchmark, mode: str) -> suite.Plan:
         metrics=[_known(metric, ("speed", "memory")) for metric in _METRICS.value],
         calls=_CALLS.value or (10 if _QUICK.value else 50),
         jobs=_JOBS.value,
+        has=benchmark.has,
     )
 
 

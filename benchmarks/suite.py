@@ -30,13 +30,16 @@ class Plan:
     metrics: Sequence[str] = ("speed", "memory")
     calls: int = 50
     jobs: int = 4  # processes at a time, for peaks
+    has: Callable[..., bool] = lambda **_: True
 
     def __len__(self) -> int:
         return len(list(self.points())) * len(self.providers)
 
     def points(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for dtype, values in itertools.product(self.dtypes, itertools.product(*self.grid.values())):
-            yield dtype, dict(zip(self.grid, values, strict=True))
+            point = dict(zip(self.grid, values, strict=True))
+            if self.has(**point):
+                yield dtype, point
 
 
 def run(benchmark: Benchmark, plan: Plan, advance: Advance = lambda _: None) -> records.Report:
@@ -78,7 +81,9 @@ def _row(case: Case, point: Point, dtype: str, plan: Plan, advance: Advance) -> 
     for provider in plan.providers:
         advance(" ".join([*(f"{axis}={value}" for axis, value in point.items()), provider.name]))
         try:
-            function, arguments = cases.prepare(provider, point, inputs, mode=plan.mode)
+            function, arguments = cases.prepare(
+                provider, point, inputs, mode=plan.mode, constants=case.constants
+            )
             limit = provider.tolerance * cases.TOLERANCE[dtype]
             cell = _cell(provider, function, arguments, want, limit, plan)
         except Exception as error:
@@ -148,7 +153,11 @@ def memory_case(benchmark: Benchmark, text: str) -> memory.Peak:
     provider = next(p for p in benchmark.providers if p.name == spec["provider"])
     try:
         function, arguments = cases.prepare(
-            provider, spec["point"], cases.inputs(case), mode=spec["mode"]
+            provider,
+            spec["point"],
+            cases.inputs(case),
+            mode=spec["mode"],
+            constants=case.constants,
         )
         jax.block_until_ready(function(*arguments))
         return {"memory_mib": memory.peak()}

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_ops
 from pallas_ops.ops.logcumsumexp.vjp import RESIDUALS as LOGCUMSUMEXP_RESIDUALS
+from pallas_ops.ops.lrpe_cosine.vjp import RESIDUALS as LRPE_COSINE_RESIDUALS
 from pallas_ops.ops.tpa_decode.vjp import RESIDUALS as TPA_DECODE_RESIDUALS
 from tests.support import random_array, random_cotangents
 
@@ -170,6 +171,15 @@ def _logcumsumexp(x: jax.Array, state: jax.Array, *, implementation: Any = None)
     )
 
 
+def _lrpe_cosine(
+    x: jax.Array, theta: jax.Array, offset: jax.Array, *, implementation: Any = None
+) -> Arrays:
+    out = pallas_ops.lrpe_cosine(
+        x, theta, offset=offset, act="softmax", axis=1, implementation=implementation
+    )
+    return (out,)
+
+
 OPS = [
     TestedOp(
         name="tpa_decode",
@@ -197,6 +207,20 @@ OPS = [
         gradient_kernels=("logcumsumexp_backward",),
         residuals=LOGCUMSUMEXP_RESIDUALS,
         split=("b", "c"),
+        whole=("n",),
+    ),
+    TestedOp(
+        name="lrpe_cosine",
+        fn=_lrpe_cosine,
+        operands=("b n h d", "h d", "b"),
+        results=("b n h e",),
+        sizes=dict(b=2, n=5, h=3, d=4, e=8),
+        large=dict(b=12, n=8192, h=12, d=128, e=256),
+        integers={2: (0, 100)},
+        kernels=("lrpe_cosine_softmax", "lrpe_cosine"),
+        gradient_kernels=("lrpe_cosine_mean", "lrpe_cosine_backward", "lrpe_cosine_theta"),
+        residuals=LRPE_COSINE_RESIDUALS,
+        split=("b", "h"),
         whole=("n",),
     ),
 ]

@@ -12,6 +12,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops import LrpeCosineConfig
+from pallas_ops.ops.lrpe_cosine.reference import grid
 from tests.support import (
     assert_as_good_as_reference,
     assert_close,
@@ -49,8 +50,8 @@ def inputs(
     """x and theta, and the keywords."""
     sizes = dict(B=2, N=prefix + math.prod(shape), H=3, D=10)
     x = random_array(rng, tuple(sizes[letter] for letter in layout), dtype)
-    grid = dict(shape=shape, num_prefix_tokens=prefix, layout=layout)
-    return (x, random_array(rng, (heads, width))), grid | options
+    options |= dict(shape=shape, num_prefix_tokens=prefix, layout=layout)
+    return (x, random_array(rng, (heads, width))), options
 
 
 def reference(**options: Any) -> Any:
@@ -118,14 +119,14 @@ def test_prefix_tokens_do_not_turn(rng: Rng) -> None:
     out = kernel(**options)(x, theta)
     assert_close(out[:, :2, :, :10], jax.nn.silu(x[:, :2]))
     assert (out[:, :2, :, 10:] == 0).all()
-    positions = pallas_ops.ops.lrpe_cosine.reference.grid((3, 5), 2) + 1  # the prefix's count as 0
+    positions = grid((3, 5), 2) + 1  # the prefix's count as 0
     moved = kernel(positions=positions, **options)(x, theta)
     assert_close(moved[:, :2], out[:, :2])
 
 
 def test_given_positions_are_the_grid(rng: Rng) -> None:
     xs, options = inputs(rng, shape=(3, 5), width=5)
-    positions = pallas_ops.ops.lrpe_cosine.reference.grid((3, 5), 0)
+    positions = grid((3, 5), 0)
     want = kernel(**options)(*xs)
     for given in (positions, jnp.stack([positions, positions]).astype(jnp.float32)):
         for shape in (None, (3, 5)):
@@ -136,7 +137,7 @@ def test_a_permuted_grid_permutes(rng: Rng) -> None:
     """Tokens may come in any order, if each brings its position."""
     (x, theta), options = inputs(rng, shape=(3, 5), width=5)
     order = jnp.asarray(rng.permutation(15))
-    positions = pallas_ops.ops.lrpe_cosine.reference.grid((3, 5), 0)[order]
+    positions = grid((3, 5), 0)[order]
     got = kernel(positions=positions, shape=None)(x[:, order], theta)
     assert_close(got, kernel(**options)(x, theta)[:, order])
 

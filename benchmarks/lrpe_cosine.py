@@ -1,0 +1,98 @@
+"""LRPE with cosines. `python -m benchmarks.lrpe_cosine --help`"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import command
+from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
+from pallas_ops import LrpeCosineConfig, lrpe_cosine, reference
+
+BATCH, HEADS, DIM = 12, 12, 128
+LONG = 131_072  # tokens of a single batch element, which shares its angles with no other
+
+# What to measure; the seeds have the first four. `theta` has its gradient taken as well.
+CASES: dict[str, dict[str, Any]] = {
+    "act_none": {},
+    "act_silu": dict(act="silu"),
+    "act_softmax-dim_-1": dict(act="softmax", axis=3),
+    "act_softmax-dim_-2": dict(act="softmax", axis=1),
+    "act_relu": dict(act="relu"),
+    "act_sigmoid": dict(act="sigmoid"),
+    "act_none-theta": {},
+    "act_none-batch1": {},
+}
+
+
+def case(dtype: Any, *, what: str, n: int) -> Case:
+    batch = 1 if what.endswith("batch1") else BATCH
+    x = jax.ShapeDtypeStruct((batch, n, HEADS, DIM), dtype)
+    theta = jax.ShapeDtypeStruct((HEADS, DIM), jnp.float32)
+    learned = what.endswith("theta")
+    saved = bool(CASES[what]) or learned  # else a backward pass has no use for x
+    name = what.removesuffix("-batch1")
+    return Case(
+        title=f"lrpe_cosine-{{metric}}-{{mode}}-batch{batch}-head{HEADS}-dim{DIM}-{name}-{{dtype}}",
+        inputs=(x, theta),
+        reference=partial(reference.lrpe_cosine, **CASES[what]),
+        data=frequencies,
+        constants=0 if learned else 1,
+        extra_bytes=0 if saved else -x.size * x.dtype.itemsize,
+    )
+
+
+def frequencies(x: jax.Array) -> jax.Array:
+    """x; or theta, if it has two axes: 10,000 ** -(2 i / width)."""
+    if x.ndim != 2:
+        return x
+    rate = 10_000.0 ** (-2 * np.arange(x.shape[1]) / x.shape[1])
+    return jnp.broadcast_to(jnp.asarray(rate, x.dtype), x.shape)
+
+
+def kernel(name: str, config: Callable[[str], LrpeCosineConfig | None], note: str) -> Provider:
+    def make(*, what: str, **_: int) -> Function:
+        return partial(
+            lrpe_cosine, **CASES[what], implementation=implementation(), config=config(what)
+        )
+
+    return Provider(name=name, make=make, kernel=True, note=note)
+
+
+def function(name: str, note: str, **options: Any) -> Provider:
+    def make(*, what: str, **_: int) -> Function:
+        return partial(reference.lrpe_cosine, **CASES[what])
+
+    return Provider(name=name, make=make, note=note, **options)
+
+
+def by_block(what: str) -> LrpeCosineConfig:
+    if what == "act_softmax-dim_-1":
+        return LrpeCosineConfig(variant="block", block_n=8, block_d=DIM, num_parts=64)
+    parts = 8 if what == "act_softmax-dim_-2" else 64
+    return LrpeCosineConfig(variant="block", block_n=16, block_d=64, num_parts=parts)
+
+
+BENCHMARK = Benchmark(
+    op="lrpe_cosine",
+    case=case,
+    providers=(
+        kernel("Pallas Sp", lambda _: LrpeCosineConfig(), "parallel over tokens"),
+        kernel("Pallas Bp", by_block, "a program walks the sequence"),
+        kernel("pallas", lambda _: None, "the default: chosen by shape"),
+        function("jnp", "the reference, eager", jit=False),
+        function("jit", "the reference, jitted"),
+    ),
+    x="n",
+    grid={"what": tuple(CASES), "n": [*(2**k for k in range(8, 16)), LONG]},
+    has=lambda *, what, n: n != LONG or what.endswith("batch1"),
+    quick={"what": tuple(CASES), "n": (256, 32768, LONG)},
+    small={"what": tuple(CASES)[:4], "n": (4, 8)},
+    modes=("fwd", "bwd"),
+)
+
+if __name__ == "__main__":
+    command.main(BENCHMARK)
