@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_ops.core import fastmath, launch
+from pallas_ops.core import fastmath, launch, phase
 from tests import h200
 from tests.support import EPS32, kernel_implementation, to_float64
 
@@ -73,6 +73,41 @@ def test_multiply_add(rng: Rng) -> None:
     want = x.astype(np.float64) * np.float32(0.3) + y
     got = run(lambda x, y: fastmath.multiply_add(x, 0.3, y), x, y)
     np.testing.assert_allclose(got, want, rtol=0, atol=2 * EPS32)
+
+
+def angles(rng: Rng) -> tuple[Any, Any, Any]:
+    """Positions up to 2**24, frequencies up to 4, and their products in float64."""
+    position = rng.integers(-(2**24), 2**24, 1024, endpoint=True).astype(np.float32)
+    theta = (rng.uniform(-4, 4, 1024) * 10.0 ** rng.uniform(-6, 0, 1024)).astype(np.float32)
+    theta[:512] = rng.uniform(-4, 4, 512)
+    return position, theta, position.astype(np.float64) * theta
+
+
+def test_angles_are_right_at_any_position(rng: Rng) -> None:
+    position, theta, angle = angles(rng)
+
+    def sincos(which: int, position: jax.Array, theta: jax.Array) -> jax.Array:
+        turn = fastmath.remainder(position, *fastmath.frequency(theta))
+        return fastmath.sincos(turn)[which]
+
+    for which, want in enumerate((np.sin(angle), np.cos(angle))):
+        got = run(partial(sincos, which), position, theta)
+        np.testing.assert_allclose(got, want, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_turns_lose_nothing_to_fusion(rng: Rng, jit: bool) -> None:
+    """XLA for CPUs fuses products with sums where it compiles several operations at once."""
+    position, theta, angle = angles(rng)
+    turns = jax.jit(phase.turns) if jit else phase.turns
+    off = to_float64(turns(jnp.asarray(position), jnp.asarray(theta))) - angle / (2 * np.pi)
+    assert np.abs(off - np.round(off)).max() < 2.0**-21
+
+
+def test_turns_have_a_gradient(rng: Rng) -> None:
+    position, theta = (jnp.asarray(x) for x in rng.standard_normal((2, 8)).astype(np.float32))
+    tangents = jax.jvp(phase.turns, (position, theta), (theta, position))[1]
+    np.testing.assert_allclose(2 * np.pi * tangents, theta**2 + position**2, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

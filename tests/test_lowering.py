@@ -146,7 +146,7 @@ def test_every_variant_compiles(config: dict[str, int]) -> None:
     assert ("cp.async" in ptx(program, "tpa_decode")) == ("num_stages" not in config)
 
 
-def test_offsets_beyond_two_to_the_31() -> None:
+def test_decode_offsets_beyond_two_to_the_31() -> None:
     """Between batch elements and, in a longer cache than the card can hold, within one."""
     xs = TPA_DECODE.structs(BF16, b=32, m=2**20 + 1)
     program = gradient(TPA_DECODE, xs)
@@ -159,3 +159,48 @@ def test_offsets_beyond_two_to_the_31() -> None:
 def multiplies_widely(stride: int, text: str) -> bool:
     """Whether an index is multiplied by the stride (of numbers or bytes) in 64 bits."""
     return re.search(rf"mul\.wide\.[su]32\s.*, {stride};", text) is not None
+
+
+# lrpe_cosine
+
+TURNED = [
+    case(),
+    case(act="silu"),
+    case(act="softmax", axis=3),
+    case(act="softmax", axis=1),
+    case(layout="BHND"),
+]
+
+
+@pytest.mark.parametrize("options", TURNED)
+def test_rows_move_in_vectors_without_spills(options: dict[str, Any]) -> None:
+    """16 bytes at a time, and few enough registers for 8 programs of 4 warps."""
+    x = jax.ShapeDtypeStruct((12, 4096, 12, 128), BF16)
+    theta = jax.ShapeDtypeStruct((12, 128), F32)
+
+    def both(x: jax.Array, theta: jax.Array, dout: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda *xs: pallas_ops.lrpe_cosine(*xs, **options), x, theta)
+        return out, pull(dout)
+
+    dout = jax.ShapeDtypeStruct((12, 4096, 12, 256), BF16)
+    if "layout" in options:
+        x, dout = (jax.ShapeDtypeStruct((12, 12, 4096, y.shape[3]), BF16) for y in (x, dout))
+    program = h200.compile_for_h200(both, x, theta, dout)
+    ours = {k.name: k for k in program.kernels if "lrpe_cosine" in k.name}
+    assert {"pallas_ops_lrpe_cosine", "pallas_ops_lrpe_cosine_backward"} <= set(ours)
+    assert all(kernel.spill_bytes == 0 for kernel in ours.values())
+    for name in ("lrpe_cosine", "lrpe_cosine_backward"):
+        text = ptx(program, name)
+        assert "ld.global.v4.b32" in text
+        assert "st.global.v4.b32" in text
+        assert not re.search(r"(ld|st)\.global(\.v2)?\.b(8|16|32) ", text)
+        assert ours[f"pallas_ops_{name}"].registers <= 64
+
+
+def test_turned_offsets_beyond_two_to_the_31() -> None:
+    """Between batch elements, and within one."""
+    theta = jax.ShapeDtypeStruct((1, 1), F32)
+    for b, n, stride in ((12, 2**20 + 1, 2 * (2**20 + 1) * 256), (1, 2**25 + 1, 256)):
+        x = jax.ShapeDtypeStruct((b, n, 2, 128), BF16)
+        program = h200.compile_for_h200(pallas_ops.lrpe_cosine, x, theta)
+        assert multiplies_widely(stride, ptx(program, "lrpe_cosine"))
