@@ -31,7 +31,7 @@ REFUSED = [
     (
         dict(clip=jnp.ones(2)),
         TypeError,
-        r"clip is Array\(\[1., 1.\].*; accepted: a Python or NumPy",
+        r"clip is Array\(\[1., 1.\].*; accepted: a Python",
     ),
     (dict(clip=-1.0), ValueError, "clip is -1.0; accepted: None or a number >= 0"),
     (
