@@ -1,34 +1,26 @@
-"""tpa_decode: reference against a loop, kernels against the reference, laws, refusals, config."""
+"""tpa_decode: reference against a loop, kernels against the reference, laws."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import pallas_ops
 from pallas_ops import TpaDecodeConfig
-from pallas_ops.ops.tpa_decode.config import (
-    SHARED_MEMORY,
-    Sizes,
-    choose,
-    choose_backward,
-    forward_bytes,
-)
+from pallas_ops.ops.tpa_decode.config import Sizes, choose_backward
 from tests.support import (
     assert_as_good_as_reference,
     assert_close,
     case,
     in_float64,
     kernel_implementation,
-    random_array,
     random_cotangents,
     value_and_vjp,
 )
+from tests.tpa_decode import both, factors, loop
 
 KERNEL = kernel_implementation()
 Rng = np.random.Generator
@@ -39,54 +31,6 @@ SHAPES = [
     case(b=2, n=3, m=70, h=5, r=6, d=24, e=16),
     case(b=1, n=2, m=45, h=3, r=4, d=16, e=16, rk=2, rv=3),
 ]
-
-
-def factors(
-    rng: Rng,
-    dtype: Any = jnp.float32,
-    *,
-    b: int = 2,
-    n: int = 1,
-    m: int = 40,
-    h: int = 3,
-    r: int = 4,
-    d: int = 16,
-    e: int = 8,
-    rk: int | None = None,
-    rv: int | None = None,
-    scale: float = 1.0,
-) -> tuple[jax.Array, ...]:
-    """aq, ak, av, bq, bk, bv."""
-    key, value = () if rk is None else (rk,), () if rv is None else (rv,)
-    shapes = [(b, n, h, r), (b, m, *key, h), (b, m, *value, h)]
-    shapes += [(b, n, r, d), (b, m, *key, d), (b, m, *value, e)]
-    return tuple(random_array(rng, shape, dtype, scale) for shape in shapes)
-
-
-def loop(
-    xs: tuple[jax.Array, ...], lengths: Any
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Output and log-sum-exp, one query and head at a time, in float64."""
-    aq, ak, av, bq, bk, bv = (np.asarray(x, np.float64) for x in xs)
-    ak, av, bk, bv = (x[:, :, None] if x.ndim == 3 else x for x in (ak, av, bk, bv))
-    b, n, h, r = aq.shape
-    out, lse = np.zeros((b, n, h, bv.shape[-1])), np.full((b, n, h), -np.inf)
-    for i, j, k in np.ndindex(b, n, h):
-        seen = max(0, min(int(lengths[i]), bk.shape[1]) - (n - 1 - j))
-        q = sum(aq[i, j, k, x] * bq[i, j, x] for x in range(r)) / r
-        keys = np.einsum("mr,mrd->md", ak[i, :seen, :, k], bk[i, :seen]) / ak.shape[2]
-        values = np.einsum("mr,mre->me", av[i, :seen, :, k], bv[i, :seen]) / av.shape[2]
-        score = keys @ q * bq.shape[-1] ** -0.5
-        if seen:
-            p = np.exp(score - score.max())
-            out[i, j, k] = p @ values / p.sum()
-            lse[i, j, k] = np.log(p.sum()) + score.max()
-    return out, lse
-
-
-def both(implementation: Any = None, **kwargs: Any) -> Callable[..., Any]:
-    """Output and log-sum-exp, compiled."""
-    return jax.jit(partial(pallas_ops.tpa_decode_with_lse, implementation=implementation, **kwargs))
 
 
 def lengths_to_try(rng: Rng, shape: dict[str, int], dtype: Any) -> list[tuple[Any, jax.Array]]:
@@ -297,84 +241,3 @@ def test_an_axis_of_size_zero(rng: Rng, axis: str) -> None:
         assert (np.asarray(lse) == -np.inf).all()
     if axis in "rd":  # every score is 0
         assert_close(lse, np.full(lse.shape, np.log(4.0)))
-
-
-# Refusals
-
-REFUSED = [
-    (
-        dict(aq=jnp.zeros((2, 3, 4))),
-        ValueError,
-        r"aq.shape is \(2, 3, 4\); accepted: \[B, N, H, R\]",
-    ),
-    (dict(bk=jnp.zeros((2, 9, 16))), ValueError, r"bk.shape is \(2, 9, 16\).*M=40"),
-    (dict(av=jnp.zeros((2, 40, 7))), ValueError, r"av.shape is \(2, 40, 7\).*H=3"),
-    (dict(av=jnp.zeros((2, 40, 2, 3))), ValueError, r"bv.shape is .*; accepted: \[B, M, Rv, E\]"),
-    (
-        dict(bv=jnp.zeros((2, 40, 8), jnp.bfloat16)),
-        TypeError,
-        r"bv.dtype is 'bfloat16'; accepted: .*float32",
-    ),
-    (
-        dict(aq=jnp.zeros((2, 1, 3, 4), jnp.int32)),
-        TypeError,
-        r"aq.dtype is 'int32'; accepted: bfloat16",
-    ),
-    (dict(lengths=jnp.zeros((3,), jnp.int32)), ValueError, r"lengths.shape is \(3,\).*B=2"),
-    (dict(lengths=jnp.zeros((2,))), TypeError, r"lengths.dtype is 'float32'; accepted: integers"),
-    (dict(scale="1"), TypeError, r"scale is '1'; accepted: a Python or NumPy real number"),
-    (
-        dict(implementation="cuda"),
-        ValueError,
-        r"implementation is 'cuda'; accepted: None, 'triton'",
-    ),
-    (dict(config=3), TypeError, r"config is 3; accepted: None or a TpaDecodeConfig"),
-    (dict(axis_name=0), TypeError, r"axis_name is 0; accepted: None or a str"),
-]
-
-
-@pytest.mark.parametrize(("change", "error", "message"), REFUSED)
-def test_refusals_say_what_would_be_accepted(
-    rng: Rng, change: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    xs = dict(zip(("aq", "ak", "av", "bq", "bk", "bv"), factors(rng), strict=True)) | change
-    with pytest.raises(error, match=message):
-        jax.eval_shape(lambda: pallas_ops.tpa_decode(**xs))
-
-
-def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None:
-    with jax.enable_x64(True):
-        xs = factors(rng, jnp.float64)
-        assert_close(both()(*xs), loop(xs, [40, 40]), terms=40)
-        with pytest.raises(
-            ValueError, match="implementation is 'triton', whose kernel does not take float64"
-        ):
-            pallas_ops.tpa_decode(*xs, implementation="triton")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(block_m=24), "block_m is 24; accepted: a power of two >= 16"),
-        (dict(num_splits=0), "num_splits is 0; accepted: an int >= 1"),
-        (dict(block_h=1.5), "block_h is 1.5; accepted: an int >= 1"),
-    ],
-)
-def test_config_refuses(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TpaDecodeConfig(**({"block_h": 4} | change))
-
-
-# Config
-
-
-@pytest.mark.parametrize("b", [1, 8, 32, 100, 500])
-@pytest.mark.parametrize("m", [1, 256, 32768, 2**20])
-def test_choice_fills_the_card_without_idle_splits(b: int, m: int) -> None:
-    s = Sizes(b=b, n=1, m=m, h=32, r=16, d=128, e=128, rk=1, rv=1, dtype="bfloat16")
-    c = choose(s)
-    assert c is not None
-    assert c.num_splits * b <= max(132, b)
-    assert c.num_splits <= -(-m // 32)
-    assert forward_bytes(s, c) <= SHARED_MEMORY
-    assert c.num_stages >= 3

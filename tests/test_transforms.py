@@ -18,6 +18,7 @@ from tests.ops import (
     compiled,
     every_op,
     loop,
+    pullback,
     random_weights,
     weighted,
 )
@@ -50,6 +51,16 @@ def test_eager_jit_and_disabled_jit(rng: Rng, op: TestedOp) -> None:
     assert_close(op.fn(*map(np.asarray, xs), implementation=KERNEL), want, terms=TERMS)
     with jax.disable_jit():
         assert_close(op.fn(*xs, implementation=KERNEL), want, terms=TERMS)
+
+
+@every_op
+def test_64_bit_mode_changes_nothing(rng: Rng, op: TestedOp) -> None:
+    xs = op.arguments(rng)
+    weights = random_weights(rng, op, xs)
+    fn = pullback(op, compiled(op, KERNEL))
+    want = jax.jit(fn)(weights, xs)
+    with jax.enable_x64(True):
+        assert_close(jax.jit(fn)(weights, xs), want, terms=TERMS)
 
 
 # Gradients

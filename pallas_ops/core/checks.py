@@ -1,8 +1,9 @@
 """Refusals in our own words: what was given, and what would be accepted."""
 
+import functools
 import numbers
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, TypeVarTuple
 
 import jax.numpy as jnp
 
@@ -11,6 +12,28 @@ from pallas_ops.core.dispatch import Implementation
 IMPLEMENTATIONS = (None, "triton", "xla", "interpret")
 KERNEL_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 FLOAT_DTYPES = (*KERNEL_DTYPES, jnp.dtype("float64"))
+LONGEST = 2**31 - 1  # an axis that kernels can count along
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+def cached(check: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
+    """`check`, remembered by its arguments and their types: 1.0 may be refused where 1 is not.
+
+    What cannot be hashed is checked each time, to be refused in our own words.
+    """
+    remembered: Any = functools.lru_cache(maxsize=1024, typed=True)(check)
+
+    def run(*args: *Ts) -> T:
+        try:
+            hash(args)
+        except TypeError:
+            return check(*args)
+        result: T = remembered(*args)
+        return result
+
+    return run
 
 
 def implementation(value: Any) -> None:
@@ -48,6 +71,9 @@ def kernel_or_reference(
     empty = [name for name, size in sizes.items() if size == 0]
     if empty:
         return reference_instead(implementation, f"an axis of size 0 ({', '.join(empty)})")
+    long = [name for name, size in sizes.items() if size > LONGEST]
+    if long:
+        return reference_instead(implementation, f"2**31 or more ({', '.join(long)})")
     if jnp.dtype(dtype) not in KERNEL_DTYPES:
         return reference_instead(implementation, jnp.dtype(dtype).name)
     return implementation

@@ -92,7 +92,8 @@ class Bound:
             # launch is chosen for the batch it really has.
             foldable = foldable and list(batched) == has_b
             call = (_fold if foldable else _grid)(call, batched)
-        with launch.interpreted(self.implementation == "interpret"):
+        # No kernel has 64-bit numbers; under JAX's x64 mode those that it makes would be.
+        with launch.interpreted(self.implementation == "interpret"), jax.enable_x64(False):
             return call(*xs)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import operator
 from typing import Any
 
@@ -93,7 +94,7 @@ def _accumulate(
     return _run(x, initial, params=params)  # type: ignore[no-any-return]
 
 
-@functools.lru_cache(maxsize=1024)
+@checks.cached
 def _check(
     x: tuple[tuple[int, ...], Any],
     initial: tuple[tuple[int, ...], Any] | None,
@@ -116,10 +117,9 @@ def _check(
         raise ValueError(f"clip is {clip!r}; accepted: None or a number >= 0")
     if initial is not None:
         _check_initial(*initial, (*shape[:axis], 1, *shape[axis + 1 :]))
+    columns = math.prod(shape[axis + 1 :])
     sizes = {f"axis {i}": size for i, size in enumerate(shape)}
-    columns = 1
-    for size in shape[axis + 1 :]:
-        columns *= size
+    sizes |= {"all before it": max(1, math.prod(shape[:axis])), "all behind it": max(1, columns)}
     return vjp.Params(
         axis=axis,
         reverse=reverse,
@@ -160,11 +160,9 @@ def _check_initial(shape: tuple[int, ...], dtype: Any, want: tuple[int, ...]) ->
 def _run(
     x: jax.Array, initial: jax.Array | None, *, params: vjp.Params
 ) -> tuple[jax.Array, jax.Array]:
-    axis, wide = params.axis, reference.wide(x.dtype)
+    axis = params.axis
     if initial is not None:
-        shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-        initial = jnp.broadcast_to(initial.astype(wide), shape).squeeze(axis)
-        initial = reference.clamp(initial, params.clip)
+        initial = reference.state(initial, x, axis, params.clip)
     operands: Any = vary.unify(x, initial)
     if params.implementation == "xla":
         out, final = vjp.reference(params, *operands)

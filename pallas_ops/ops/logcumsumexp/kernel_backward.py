@@ -230,7 +230,7 @@ def _states_kernel(
     there = (i < plan.parts) & columns.inside[None]
 
     def mark(ref: Ref, i: jax.Array, other: float) -> jax.Array:
-        index = columns.index(jnp.minimum(i, plan.parts) * plan.tiles // plan.parts)
+        index = columns.index(plan.start(jnp.minimum(i, plan.parts)))
         return plgpu.load(ref.at[index], mask=there, other=other)
 
     p, q = (mark(mark_p_ref, j, 0.0) for j in (i, i + 1))

@@ -41,10 +41,16 @@ def logcumsumexp_with_state(
     """log(exp(s) + sum_{j<=i} exp(x_j)) and its last; see `pallas_ops.logcumsumexp`."""
     axis = range(x.ndim)[axis]
     if initial_state is not None:
-        shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-        initial_state = clamp(jnp.broadcast_to(initial_state, shape).squeeze(axis), clip)
-    out, state = accumulate(x, initial_state, axis=axis, reverse=reverse, clip=clip)
-    return out.astype(x.dtype), jnp.expand_dims(state, axis)
+        initial_state = state(initial_state, x, axis, clip)
+    out, final = accumulate(x, initial_state, axis=axis, reverse=reverse, clip=clip)
+    return out.astype(x.dtype), jnp.expand_dims(final, axis)
+
+
+def state(initial: jax.Array, x: jax.Array, axis: int, clip: float | None) -> jax.Array:
+    """What was given as a state of x: clipped, in float32 (float64), and without `axis`."""
+    shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    full = jnp.broadcast_to(initial.astype(wide(x.dtype)), shape)
+    return clamp(full.squeeze(axis), clip)
 
 
 def accumulate(
@@ -52,9 +58,9 @@ def accumulate(
 ) -> tuple[jax.Array, jax.Array]:
     """Output and final state in float32 (float64); states are without `axis`."""
     out = log_of(*running(x, initial, axis=axis, reverse=reverse, clip=clip))
-    state = out[-1]
+    final = out[-1]
     out = jnp.flip(out[1:], 0) if reverse else out[1:]
-    return jnp.moveaxis(out, 0, axis), state
+    return jnp.moveaxis(out, 0, axis), final
 
 
 def running(

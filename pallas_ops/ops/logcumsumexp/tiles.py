@@ -49,7 +49,11 @@ class Plan:
         """The first tile of the i-th part, and one past its last."""
         if self.parts == 1:
             return 0, self.tiles
-        return i * self.tiles // self.parts, (i + 1) * self.tiles // self.parts
+        return self.start(i), self.start(i + 1)
+
+    def start(self, i: jax.Array) -> jax.Array:
+        """The tiles before the i-th part, of 32 bits on the way too."""
+        return i * (self.tiles // self.parts) + jnp.minimum(i, self.tiles % self.parts)
 
     def narrowed(self) -> "Plan":
         """The plan for what goes over all parts at once."""

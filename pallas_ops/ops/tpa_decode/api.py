@@ -125,18 +125,18 @@ def _decode(
         lengths = jnp.asarray(lengths)
     signature = tuple((x.shape, x.dtype) for x in factors)
     length_signature = None if lengths is None else (lengths.shape, lengths.dtype)
-    params = _check(signature, length_signature, scales, axis_name, implementation, config)
+    params = _check(signature, length_signature, axis_name, implementation, config, *scales)
     return _run(factors, lengths, axis_name=axis_name, params=params)  # type: ignore[no-any-return]
 
 
-@functools.lru_cache(maxsize=1024)
+@checks.cached
 def _check(
     factors: tuple[tuple[tuple[int, ...], Any], ...],
     lengths: tuple[tuple[int, ...], Any] | None,
-    scales: tuple[float | None, ...],
     axis_name: str | None,
     implementation: Implementation | None,
     config: TpaDecodeConfig | None,
+    *scales: float | None,
 ) -> vjp.Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
     checks.implementation(implementation)

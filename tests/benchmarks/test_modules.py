@@ -1,0 +1,80 @@
+"""Every benchmark module: the tables of its seeds, columns that are right, and its command line."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import logcumsumexp, suite, tpa_decode
+from benchmarks.cases import Benchmark
+
+SMALLEST: dict[str, dict[str, Sequence[Any]]] = {
+    "tpa_decode": {"batch": (1,), "m": (80,)},
+    "logcumsumexp": {"where": ("few",), "batch": (1,), "dim": (1,), "n": (5,)},
+}
+BENCHMARKS = (tpa_decode.BENCHMARK, logcumsumexp.BENCHMARK)
+every_benchmark = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda b: b.op)
+
+
+def titles(benchmark: Benchmark) -> set[str]:
+    """Of all tables of speed, forward, in bfloat16."""
+    points = (
+        dict(zip(benchmark.grid, values, strict=True))
+        for values in itertools.product(*benchmark.grid.values())
+    )
+    cases = (benchmark.case(jnp.bfloat16, **point) for point in points)
+    return {case.title.format(metric="speed", mode="fwd", dtype="bf16") for case in cases}
+
+
+def test_tpa_decode_has_the_tables_of_its_seeds() -> None:
+    benchmark = tpa_decode.BENCHMARK
+    assert benchmark.grid["m"] == [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+    assert titles(benchmark) == {
+        "tpa_decode-speed-fwd-batch8-head32-dim128-rank16-bf16",
+        "tpa_decode-speed-fwd-batch32-head32-dim128-rank16-bf16",
+    }
+
+
+def test_logcumsumexp_has_the_tables_of_its_seeds_and_more() -> None:
+    benchmark = logcumsumexp.BENCHMARK
+    assert benchmark.grid["n"] == [512, 1024, 2048, 4096, 8192, 16384, 32768]
+    assert benchmark.modes == ("fwd", "bwd")
+    seeds = "logcumsumexp-speed-fwd-batch12-dim2048-bf16"
+    kinds = ("", "-padded", "-wide")
+    assert titles(benchmark) == {
+        seeds,
+        *(f"{seeds}-{axis}{kind}" for axis in ("last", "axis1") for kind in kinds),
+        "logcumsumexp-speed-fwd-batch1-dim64-bf16-columns64-length4n",
+    } - {f"{seeds}-last"}
+    names = [provider.name for provider in benchmark.providers]
+    assert names[:5] == ["rpl", "ppl", "pallas", "jnp", "jit"]
+
+
+@every_benchmark
+def test_columns_agree(benchmark: Benchmark) -> None:
+    """In the mode that runs the most of each: a gradient takes the forward pass as well."""
+    plan = suite.Plan(
+        mode=benchmark.modes[-1],
+        dtypes=["bf16"],
+        grid=SMALLEST[benchmark.op],
+        providers=benchmark.providers,
+        metrics=["memory"],
+    )
+    (row,) = suite.run(benchmark, plan).tables[0].rows
+    assert {name: cell.reason for name, cell in row.cells.items() if cell.reason} == {}
+
+
+@every_benchmark
+def test_command(benchmark: Benchmark) -> None:
+    """Without a card: small shapes."""
+    flags = ["--quick", "--mode=fwd", "--providers=pallas,jit", "--metrics=speed", "--calls=2"]
+    command = [sys.executable, "-m", f"benchmarks.{benchmark.op}", *flags]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("No NVIDIA GPU")
+    for values in itertools.product(*{**benchmark.grid, **benchmark.small}.values()):
+        case = benchmark.case(jnp.bfloat16, **dict(zip(benchmark.grid, values, strict=True)))
+        assert case.title.format(metric="wall", mode="fwd", dtype="bf16") in found.stdout

@@ -1,0 +1,71 @@
+"""What is shown, and the command line."""
+
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks import command, plots, report, suite
+from benchmarks.records import Report
+from tests.benchmarks.toy import TOY, explode, provider, toy_plan
+
+
+def test_markdown_has_every_number_and_every_reason() -> None:
+    text = report.markdown(suite.run(TOY, toy_plan()))
+    assert "toy-wall-fwd-k2-f32:" in text
+    assert "toy-speed" not in text  # no kernel was timed
+    row = next(line for line in text.split("\n") if line.startswith("| 2048 |"))
+    pallas, jnp_, jit, *bad, copy, of_copy = (cell.strip() for cell in row.split("|")[2:-1])
+    assert (pallas, bad, of_copy) == ("ok", ["-1"] * 3, "")
+    assert min(map(float, (jnp_, jit, copy))) > 0
+    assert "broken at n = 8, 2048: -1, RuntimeError: boom" in text
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_mean_is_not_passed_off_as_a_median() -> None:
+    found = suite.run(TOY, toy_plan(calls=3))  # four kernels in three calls
+    assert "jit at n = 8, 2048: calls launched different kernels" in report.markdown(found)
+
+
+def test_json_tells_all_and_another_run_replaces_its_own_tables(tmp_path: pathlib.Path) -> None:
+    both = suite.run(TOY, toy_plan())
+    assert Report.from_json(both.to_json()) == both
+    report.write(both, tmp_path)
+    again = suite.run(TOY, toy_plan(grid={"k": (1,), "n": (8,)}))
+    report.write(again, tmp_path)
+    kept = Report.from_json((tmp_path / "toy-fwd.json").read_text())
+    assert kept.tables == [both.tables[1], again.tables[0]]
+    report.main(["", str(tmp_path / "toy-fwd.json")])
+    assert (tmp_path / "toy-fwd.md").read_text() == report.markdown(kept)
+    assert len(list(tmp_path.glob("toy-*-fwd-k[12]-f32.png"))) == 4
+
+
+def test_a_table_of_failures_is_still_shown(tmp_path: pathlib.Path) -> None:
+    found = suite.run(TOY, toy_plan(providers=[provider("broken", explode)]))
+    assert "broken at n = 8, 2048: -1, RuntimeError: boom" in report.markdown(found)
+    report.write(found, tmp_path)
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_labels_of_close_lines_are_moved_apart_in_order() -> None:
+    moved = plots._apart([0.1, 0.5, 0.5, 0.505, 0.9])
+    assert moved == sorted(moved)
+    assert min(np.diff(moved)) > 0.9 * plots.LABEL_GAP
+    assert (moved[0], moved[-1]) == (0.1, 0.9)
+
+
+def test_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    words = ["toy", "--quick", "--n=16,32", "--providers=jit,pallas", f"--out={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as exit_:
+        command.main(TOY)
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("No NVIDIA GPU")
+    assert "k2" not in shown  # a small machine's grid
+    found = Report.from_json((tmp_path / "toy-fwd.json").read_text())
+    assert [row.point["n"] for row in found.tables[0].rows] == [16, 32]
+    assert [column.name for column in found.tables[0].columns] == ["jit", "pallas"]

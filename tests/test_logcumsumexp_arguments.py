@@ -1,0 +1,155 @@
+"""logcumsumexp: what is refused, what is chosen, and what that compiles to."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_ops
+from pallas_ops import LogcumsumexpConfig
+from pallas_ops.core.checks import LONGEST
+from pallas_ops.ops.logcumsumexp.config import Sizes, choose, choose_block_n
+from pallas_ops.ops.logcumsumexp.tiles import Plan
+from tests import h200
+from tests.logcumsumexp import loop, pulled
+from tests.support import assert_close, case, random_array
+
+Rng = np.random.Generator
+
+# Refusals
+
+REFUSED = [
+    (dict(x=jnp.zeros((2, 3), jnp.int32)), TypeError, "x.dtype is 'int32'; accepted: bfloat16"),
+    (dict(axis=2), ValueError, r"axis is 2 and x.shape \(2, 3\); accepted: -x.ndim <= axis"),
+    (dict(axis=1.0), TypeError, "axis is 1.0; accepted: an int"),
+    (dict(x=jnp.zeros(())), ValueError, r"axis is -1 and x.shape \(\)"),
+    (dict(reverse=1), TypeError, "reverse is 1; accepted: True or False"),
+    (dict(clip="1"), TypeError, "clip is '1'; accepted: a Python or NumPy real number"),
+    (
+        dict(clip=jnp.ones(2)),
+        TypeError,
+        r"clip is Array\(\[1., 1.\].*; accepted: a Python",
+    ),
+    (dict(clip=-1.0), ValueError, "clip is -1.0; accepted: None or a number >= 0"),
+    (
+        dict(initial_state=jnp.zeros((2, 3))),
+        ValueError,
+        r"initial_state.shape is \(2, 3\).*\(2, 1\)",
+    ),
+    (dict(initial_state=jnp.zeros(2, jnp.int32)), TypeError, "initial_state.dtype is 'int32'"),
+    (dict(implementation="cuda"), ValueError, "implementation is 'cuda'; accepted: None, 'triton'"),
+    (dict(config=3), TypeError, "config is 3; accepted: None or a LogcumsumexpConfig"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), REFUSED)
+def test_refusals_say_what_would_be_accepted(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        jax.eval_shape(lambda: pallas_ops.logcumsumexp(**({"x": jnp.zeros((2, 3))} | change)))
+
+
+def test_what_equals_an_accepted_argument_may_be_refused() -> None:
+    x = jnp.zeros((2, 3))
+    pallas_ops.logcumsumexp(x, axis=1, reverse=True, clip=1.0)
+    for change in (dict(axis=1.0), dict(reverse=1), dict(clip=True)):
+        options: dict[str, Any] = dict(axis=1, reverse=True, clip=1.0) | change
+        with pytest.raises(TypeError, match=f"{next(iter(change))} is"):
+            pallas_ops.logcumsumexp(x, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "what"),
+    [
+        ((2**31,), 0, "axis 0"),
+        ((2, 2**16, 2**15), 0, "all behind it"),
+        ((2**16, 2**15, 2), -1, "all before it"),
+        ((2**16, 2, 2**15), 1, None),
+    ],
+)
+def test_kernels_count_in_32_bits(shape: tuple[int, ...], axis: int, what: str | None) -> None:
+    """An array may have more elements than that."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    program = str(jax.make_jaxpr(partial(pallas_ops.logcumsumexp, axis=axis))(x))
+    assert ("pallas_ops_dispatch" in program) == (what is None)
+    if what:
+        message = rf"whose kernel does not take 2\*\*31 or more \({what}\)"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(partial(pallas_ops.logcumsumexp, axis=axis, implementation="triton"), x)
+
+
+def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None:
+    with jax.enable_x64(True):
+        xs = tuple(random_array(rng, shape, jnp.float64) for shape in ((9, 2), (1, 2)) * 2)
+        assert_close(pulled(axis=0)(*xs), loop(*xs, axis=0), terms=40)
+        with pytest.raises(
+            ValueError, match="implementation is 'triton', whose kernel does not take float64"
+        ):
+            pallas_ops.logcumsumexp(xs[0], implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(block_n=24), "block_n is 24; accepted: a power of two"),
+        (dict(num_parts=0), "num_parts is 0; accepted: an int >= 1"),
+        (dict(variant="scan"), "variant is 'scan'; accepted: 'parallel', 'recurrence'"),
+    ],
+)
+def test_config_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LogcumsumexpConfig(**({"block_n": 4} | change))
+
+
+# Config
+
+
+def test_parts_of_a_long_axis_are_counted_in_32_bits() -> None:
+    s = Sizes(b=1, n=LONGEST, c=64, last=False, itemsize=2)
+    plan = Plan(s, choose(s, choose_block_n(s.n, s.c)), reverse=False, clip=None)
+    starts = np.asarray([plan.start(jnp.int32(i)) for i in range(plan.parts + 1)])
+    assert plan.parts > 100
+    assert (starts[0], starts[-1]) == (0, plan.tiles)
+    assert np.ptp(np.diff(starts)) == 1
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("n", [1, 100, 2048, 131_072])
+@pytest.mark.parametrize("c", [1, 2, 64, 2048, 10**6])
+def test_choice_fills_the_card_without_idle_parts(n: int, c: int, last: bool) -> None:
+    s = Sizes(b=1, n=n, c=c, last=last, itemsize=2)
+    block_n = choose_block_n(n, 1 if last else c)
+    config = choose(s, block_n)
+    tiles, blocks = -(-n // block_n), -(-c // config.block_c)
+    assert config.num_parts <= tiles
+    assert config.num_parts * blocks >= min(132, tiles * blocks)
+    assert config.block_n * config.block_c <= 4096
+
+
+H200 = [
+    case(shape=(98304, 2048), axis=1),
+    case(shape=(12, 8192, 2048), axis=1),
+    case(shape=(1, 131_072, 64), axis=1),
+    case(shape=(1000, 999), axis=0),
+]
+
+
+@pytest.mark.parametrize("case", H200)
+def test_compiles_for_h200_without_spills(case: dict[str, Any]) -> None:
+    x = jax.ShapeDtypeStruct(case["shape"], jnp.bfloat16)
+    fn = partial(pallas_ops.logcumsumexp, axis=case["axis"])
+
+    def pull(x: jax.Array, do: jax.Array) -> Any:
+        return jax.vjp(fn, x)[1](do)
+
+    program = h200.compile_for_h200(pull, x, x)
+    ours = [kernel for kernel in program.kernels if kernel.name.startswith("pallas_ops")]
+    assert {kernel.name for kernel in ours} >= {
+        "pallas_ops_logcumsumexp",
+        "pallas_ops_logcumsumexp_backward",
+    }
+    assert not any(kernel.spill_bytes for kernel in ours)

@@ -1,0 +1,122 @@
+"""logcumsumexp whatever the numbers are: any range, infinities, NaN, and what is clipped."""
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_ops import LogcumsumexpConfig
+from tests.logcumsumexp import arguments, assert_exact, both, loop, pulled
+from tests.support import assert_close, case, kernel_implementation, random_array
+
+KERNEL = kernel_implementation()
+Rng = np.random.Generator
+
+CONFIGS = [
+    case(axis=1, block_n=64, block_c=2, block_exact=16),
+    case(axis=1, block_n=16, block_exact=16, num_parts=3),
+    case(axis=0, block_n=32, block_c=4, block_exact=8),
+    case(axis=0, block_n=8, block_c=2, block_exact=8, num_parts=4, num_warps=2),
+    case(axis=0, variant="recurrence", block_n=4, block_c=4),
+    case(axis=1, variant="recurrence", block_n=2, block_c=2, num_parts=3),
+]
+
+RANGES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
+    "wide": lambda rng, shape: 1e4 * rng.standard_normal(shape),
+    "rising": lambda rng, shape: np.sort(1e3 * rng.standard_normal(shape), axis=0),
+    "falling": lambda rng, shape: -np.sort(1e3 * rng.standard_normal(shape), axis=0),
+    "spiky": lambda rng, shape: rng.choice([-300.0, 0.0, 500.0], shape, p=[0.9, 0.05, 0.05]),
+    "padded": lambda rng, shape: np.where(
+        np.arange(shape[0])[:, None] < 20, -np.inf, rng.standard_normal(shape)
+    ),
+    "lowest": lambda rng, shape: rng.choice([np.finfo(np.float32).min, -1e30, 0.0], shape),
+    "nothing": lambda rng, shape: np.full(shape, -np.inf),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_is_exact_for_every_range(rng: Rng, config: dict[str, Any]) -> None:
+    axis = config["axis"]
+    chosen = LogcumsumexpConfig(**{k: v for k, v in config.items() if k != "axis"})
+    _, initial, do, dfinal = arguments(rng, (45, 5), 0)
+    for name, make in RANGES.items():
+        x = jnp.asarray(make(rng, (45, 5)), jnp.float32)
+        state = jnp.full_like(initial, -jnp.inf) if name in ("padded", "nothing") else initial
+        xs = tuple(jnp.moveaxis(y, 0, axis) for y in (x, state, do, dfinal))
+        got = pulled(KERNEL, axis=axis, config=chosen)(*xs)
+        assert_exact(got, loop(*xs, axis=axis), xs[2], axis)
+
+
+ANY_RANGE = hnp.arrays(
+    np.float32,
+    (40, 4),
+    elements=st.one_of(
+        st.floats(-1e4, 1e4, width=32),
+        st.floats(-4, 4, width=32),
+        st.sampled_from([-np.inf, -300.0, 0.0, 500.0]),
+    ),
+)
+SPECIAL = st.lists(
+    st.tuples(st.integers(0, 39), st.integers(0, 3), st.sampled_from([np.inf, np.nan, -np.inf])),
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+@hypothesis.given(
+    x=ANY_RANGE,
+    order=st.sampled_from(["", "rising", "falling"]),
+    special=SPECIAL,
+    seed=st.integers(0, 99),
+)
+def test_exact_whatever_the_numbers(
+    implementation: Any, axis: int, x: Any, order: str, special: Any, seed: int
+) -> None:
+    if order:
+        x = np.sort(x, axis=0) if order == "rising" else -np.sort(-x, axis=0)
+    for i, j, value in special:
+        x[i, j] = value
+    _, initial, do, dfinal = arguments(np.random.default_rng(seed), (40, 4), 0)
+    initial = initial.at[0, 0].set(-jnp.inf)
+    xs = tuple(jnp.moveaxis(jnp.asarray(y), 0, axis) for y in (x, initial, do, dfinal))
+    config = LogcumsumexpConfig(block_n=16, block_c=4, block_exact=8)
+    kwargs = {} if implementation == "xla" else dict(config=config)
+    got = pulled(implementation, axis=axis, **kwargs)(*xs)
+    assert_exact(got, loop(*xs, axis=axis), xs[2], axis)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_gradient_at_infinity_is_that_of_logsumexp(rng: Rng, implementation: Any) -> None:
+    inf = jnp.inf
+    x = jnp.asarray([[0.5, inf, 2, -inf], [1, -inf, jnp.nan, 2], [inf, inf, -inf, 0]])
+    do = random_array(rng, x.shape)
+
+    def ends(x: jax.Array) -> jax.Array:
+        logsumexp = jax.scipy.special.logsumexp
+        return jnp.stack([logsumexp(x[:, : i + 1], axis=1) for i in range(4)], axis=1)
+
+    nothing = jnp.full((3, 1), -inf), jnp.zeros((3, 1))
+    out, _, dx, _ = pulled(implementation)(x, nothing[0], do, nothing[1])
+    np.testing.assert_allclose(out, ends(x), rtol=1e-6)
+    np.testing.assert_allclose(dx, jax.vjp(ends, x)[1](do)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_clip_clamps_x_and_state_without_gradient_outside(rng: Rng, implementation: Any) -> None:
+    x, initial, do, dfinal = arguments(rng, (45, 5), 0)
+    x, initial = 3 * x, jnp.asarray([[-9.0, 9.0, 0.5, -jnp.inf, jnp.inf]])
+    got = pulled(implementation, axis=0, clip=2.0)(x, initial, do, dfinal)
+    clipped = np.clip(x, -2, 2), np.clip(initial, -2, 2)
+    out, final, dx, dinitial = loop(*clipped, do, dfinal, axis=0)
+    inside = [np.abs(y) <= 2 for y in (x, initial)]
+    assert_exact(got, (out, final, dx * inside[0], dinitial * inside[1]), do, 0)
+    out = both(implementation, axis=0, clip=2.0)(x)[0]
+    nothing = np.full((1, 5), -np.inf)
+    assert_close(out, loop(clipped[0], nothing, do, dfinal, axis=0)[0], scale=1.0, terms=4)
