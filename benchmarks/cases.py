@@ -61,6 +61,7 @@ class Benchmark:
     modes: Sequence[str] = ("fwd",)
     dtypes: Sequence[str] = ("bf16",)
     has: Callable[..., bool] = lambda **_: True  # whether a point of the grid is a case
+    proposals: Callable[..., Sequence[Provider]] = lambda **_: ()  # launches that --sweep tries
 
 
 def implementation() -> Literal["triton", "interpret"]:

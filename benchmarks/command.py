@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from absl import app, flags
 from jax.extend import backend
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
-from benchmarks import cases, memory, report, suite, timing
+from benchmarks import cases, memory, report, suite, sweep, timing
 from benchmarks.cases import Benchmark
 from benchmarks.records import Report
 
@@ -21,6 +21,7 @@ _DTYPES = flags.DEFINE_list("dtypes", None, f"some of {', '.join(cases.DTYPES)}"
 _PROVIDERS = flags.DEFINE_list("providers", None, "some of the table's columns")
 _METRICS = flags.DEFINE_list("metrics", ["speed", "memory"], "speed and/or memory")
 _QUICK = flags.DEFINE_bool("quick", False, "few sizes, few repetitions")
+_SWEEP = flags.DEFINE_bool("sweep", False, "time the module's proposals of launches instead")
 _CALLS = flags.DEFINE_integer("calls", None, "calls to take the median of", lower_bound=1)
 _JOBS = flags.DEFINE_integer("jobs", 4, "processes that measure memory at a time", lower_bound=1)
 _OUT = flags.DEFINE_string(
@@ -53,6 +54,8 @@ def _main(benchmark: Benchmark, _: Sequence[str]) -> int:
             "one, and jax[cuda12], the same command measures everything."
         )
     with Progress(console=Console(stderr=True), transient=True) as progress:
+        if _SWEEP.value:
+            return _swept(benchmark, plans, progress)
         reports = _measured(benchmark, plans, folder, progress)
     for result in reports:
         print(report.markdown(result))
@@ -86,6 +89,23 @@ def _measured(
                 suite.add_peaks(result, plan, advance(len(plan)))
                 write(result)
     return reports
+
+
+def _swept(benchmark: Benchmark, plans: list[suite.Plan], progress: Progress) -> int:
+    """Prints each case's configs, fastest first; a folder for files must be named."""
+    with tempfile.TemporaryDirectory() as cache:
+        memory.share_compilations(cache)
+        for plan in plans:
+            task = progress.add_task("")
+
+            def advance(text: str, task: TaskID = task) -> None:
+                progress.update(task, description=text)
+
+            for result in sweep.run(benchmark, plan, advance):
+                print("\n".join(sweep.lines(result)), flush=True)
+                if _OUT.value:
+                    report.write(result, pathlib.Path(_OUT.value))
+    return 0
 
 
 def _plan(benchmark: Benchmark, mode: str) -> suite.Plan:

@@ -9,14 +9,17 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import logcumsumexp, suite, tpa_decode
+from benchmarks import logcumsumexp, lrpe_cosine, md_lrpe_cosine, suite, tpa_decode
 from benchmarks.cases import Benchmark
 
 SMALLEST: dict[str, dict[str, Sequence[Any]]] = {
     "tpa_decode": {"batch": (1,), "m": (80,)},
     "logcumsumexp": {"where": ("few",), "batch": (1,), "dim": (1,), "n": (5,)},
+    "lrpe_cosine": {"what": ("act_softmax-dim_-1",), "n": (2,)},
+    "md_lrpe_cosine": {"dims": (2,), "prefix": (1,), "n": (1,)},
 }
-BENCHMARKS = (tpa_decode.BENCHMARK, logcumsumexp.BENCHMARK)
+MODULES = (tpa_decode, logcumsumexp, lrpe_cosine, md_lrpe_cosine)
+BENCHMARKS = [module.BENCHMARK for module in MODULES]
 every_benchmark = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda b: b.op)
 
 
@@ -54,6 +57,34 @@ def test_logcumsumexp_has_the_tables_of_its_seeds_and_more() -> None:
     assert names[:5] == ["rpl", "ppl", "pallas", "jnp", "jit"]
 
 
+def test_lrpe_cosine_has_the_tables_of_its_seeds_and_more() -> None:
+    benchmark = lrpe_cosine.BENCHMARK
+    assert benchmark.grid["n"][:-1] == [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+    assert benchmark.modes == ("fwd", "bwd")
+    acts = ("none", "silu", "softmax-dim_-1", "softmax-dim_-2", "relu", "sigmoid", "none-theta")
+    seeds = {f"lrpe_cosine-speed-fwd-batch12-head12-dim128-act_{act}-bf16" for act in acts}
+    batch1 = "lrpe_cosine-speed-fwd-batch1-head12-dim128-act_none-bf16"
+    assert titles(benchmark) == {*seeds, batch1}
+    names = [provider.name for provider in benchmark.providers]
+    assert names == ["Pallas Sp", "Pallas Bp", "pallas", "jnp", "jit"]
+
+
+def test_md_lrpe_cosine_has_the_tables_of_its_seeds() -> None:
+    benchmark = md_lrpe_cosine.BENCHMARK
+    sizes = {
+        dims: [n for n in benchmark.grid["n"] if benchmark.has(dims=dims, prefix=0, n=n)]
+        for dims in (1, 2, 3)
+    }
+    assert sizes == md_lrpe_cosine.SIZES
+    assert titles(benchmark) == {
+        f"md_lrpe_cosine-speed-fwd-batch12-head12-dim128-bf16-{dims}d-l{prefix}"
+        for dims in (1, 2, 3)
+        for prefix in (0, 10)
+    }
+    names = [provider.name for provider in benchmark.providers]
+    assert names == ["Pallas", "Pallas Ca", "jnp", "jit"]
+
+
 @every_benchmark
 def test_columns_agree(benchmark: Benchmark) -> None:
     """In the mode that runs the most of each: a gradient takes the forward pass as well."""
@@ -71,7 +102,8 @@ def test_columns_agree(benchmark: Benchmark) -> None:
 @every_benchmark
 def test_command(benchmark: Benchmark) -> None:
     """Without a card: small shapes."""
-    flags = ["--quick", "--mode=fwd", "--providers=pallas,jit", "--metrics=speed", "--calls=2"]
+    (ours,) = (p.name for p in benchmark.providers if p.name.lower() == "pallas")
+    flags = ["--quick", "--mode=fwd", f"--providers={ours},jit", "--metrics=speed", "--calls=2"]
     command = [sys.executable, "-m", f"benchmarks.{benchmark.op}", *flags]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.startswith("No NVIDIA GPU")
