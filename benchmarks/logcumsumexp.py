@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import command
+from benchmarks import command, sweep
 from benchmarks.cases import Benchmark, Case, Data, Function, Provider, implementation
 from pallas_ops import LogcumsumexpConfig, logcumsumexp, reference
 
@@ -98,6 +98,35 @@ def jax_own(*, where: str, **_: Any) -> Function:
     return partial(cumlogsumexp, axis=CASES[where][0])
 
 
+def proposals(*, where: str, mode: str, **_: Any) -> list[Provider]:
+    """Tiles of rows; of columns, 16 to 64 beside each other; and, for few, parts of the axis."""
+    tried = partial(sweep.configs, LogcumsumexpConfig)
+    if CASES[where][0] == 2:
+        configs = tried(block_n=(2048,), block_exact=(64, 128, 256, 512), num_warps=(1, 2, 4))
+        configs += tried(block_n=(1024,), block_c=(1, 2), num_warps=(1, 2, 4), block_exact=(256,))
+    else:
+        configs = tried(
+            block_n=(32, 64, 128),
+            block_c=(16, 32, 64),
+            block_exact=(8, 16),
+            num_parts=(128, 256, 511) if where == "few" else (1,),
+            num_warps=(1, 2, 4),
+            num_stages=(3,) if mode == "bwd" else (3, 4),
+        )
+    configs += tried(
+        variant=("recurrence",),
+        block_n=(16, 32),
+        block_c=(32, 64),
+        num_parts=(256, 511) if where == "few" else (1,),
+        num_warps=(1, 2),
+    )
+    return [kernel(sweep.label(c), partial(_always, c), "") for c in (None, *configs)]
+
+
+def _always(config: LogcumsumexpConfig | None, **_: Any) -> LogcumsumexpConfig | None:
+    return config
+
+
 BENCHMARK = Benchmark(
     op="logcumsumexp",
     case=case,
@@ -114,6 +143,7 @@ BENCHMARK = Benchmark(
     quick={"where": ("last", "axis1", "few"), "n": (512, 8192, 32768)},
     small={"where": ("last", "axis1-padded", "few"), "batch": (2,), "dim": (64,), "n": (16,)},
     modes=("fwd", "bwd"),
+    proposals=proposals,
 )
 
 if __name__ == "__main__":
