@@ -1,0 +1,55 @@
+"""A minimal gated recurrent unit (https://arxiv.org/abs/2410.01201), in parallel over a sequence.
+
+`python -m examples.min_gru` runs it over a sequence in two pieces, the second starting from the
+state of the first, and checks that stepping through comes to the same.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import pallas_ops
+
+
+class MinGru(nnx.Module):
+    """h_t = (1 - z_t) h_{t-1} + z_t c_t with z = sigmoid(gate(x)) and c = exp(candidate(x)) > 0."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        self.gate = nnx.Linear(width, width, rngs=rngs)
+        self.candidate = nnx.Linear(width, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """log h and log of the last h [B, 1, width], of x [B, N, width] and such a state.
+
+        With A the running sum of log(1 - z): log h_t = A_t + log(h_0 + sum exp(log z c - A)).
+        """
+        gate = self.gate(x)
+        kept = pallas_ops.chunk_cumsum_decay(-jax.nn.softplus(gate), chunk_size=x.shape[1])
+        new = -jax.nn.softplus(-gate) + self.candidate(x) - kept
+        log_h = kept + pallas_ops.logcumsumexp(new, axis=1, initial_state=state)
+        return log_h, log_h[:, -1:]
+
+    def step(self, x: jax.Array, h: jax.Array) -> jax.Array:
+        """The definition: h [B, width] after x [B, width]."""
+        z = jax.nn.sigmoid(self.gate(x))
+        return (1 - z) * h + z * jnp.exp(self.candidate(x))
+
+
+def main(*, batch: int = 2, tokens: int = 50) -> jax.Array:
+    """h [batch, tokens, width]."""
+    layer = MinGru(16, rngs=nnx.Rngs(0))
+    run = nnx.jit(lambda layer, x, state: layer(x, state))
+    x = jax.random.normal(jax.random.key(1), (batch, tokens, 16))
+    first, state = run(layer, x[:, :30], jnp.full((batch, 1, 16), -jnp.inf))
+    second, _ = run(layer, x[:, 30:], state)
+    out = jnp.exp(jnp.concatenate([first, second], axis=1))
+    h = jnp.zeros((batch, 16))
+    for t in range(tokens):
+        h = layer.step(x[:, t], h)
+        if not jnp.allclose(h, out[:, t], rtol=1e-4):
+            raise AssertionError("in parallel and step by step differ")
+    return out
+
+
+if __name__ == "__main__":
+    print(main().shape)
