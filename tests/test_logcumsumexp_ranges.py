@@ -92,18 +92,39 @@ def test_exact_whatever_the_numbers(
     assert_exact(got, loop(*xs, axis=axis), xs[2], axis)
 
 
-@pytest.mark.parametrize("implementation", ["xla", KERNEL])
-def test_gradient_at_infinity_is_that_of_logsumexp(rng: Rng, implementation: Any) -> None:
-    inf = jnp.inf
-    x = jnp.asarray([[0.5, inf, 2, -inf], [1, -inf, jnp.nan, 2], [inf, inf, -inf, 0]])
+@pytest.mark.parametrize(
+    ("implementation", "config"),
+    [
+        ("xla", None),
+        (KERNEL, None),
+        (KERNEL, LogcumsumexpConfig(block_n=2, block_exact=1)),
+        (KERNEL, LogcumsumexpConfig(block_n=1, num_parts=4)),
+        (KERNEL, LogcumsumexpConfig(variant="recurrence", block_n=2)),
+    ],
+)
+def test_gradient_at_infinity_is_that_of_logsumexp(
+    rng: Rng, implementation: Any, config: LogcumsumexpConfig | None
+) -> None:
+    inf, nan = jnp.inf, jnp.nan
+    x = jnp.asarray(
+        [
+            [0.5, inf, 2, -inf],
+            [1, -inf, nan, 2],
+            [inf, inf, -inf, 0],
+            [inf, 1, 2, nan],
+            [inf, 1, nan, 2],
+            [1, inf, nan, 2],
+            [-inf, -inf, inf, nan],
+        ]
+    )
     do = random_array(rng, x.shape)
 
     def ends(x: jax.Array) -> jax.Array:
         logsumexp = jax.scipy.special.logsumexp
         return jnp.stack([logsumexp(x[:, : i + 1], axis=1) for i in range(4)], axis=1)
 
-    nothing = jnp.full((3, 1), -inf), jnp.zeros((3, 1))
-    out, _, dx, _ = pulled(implementation)(x, nothing[0], do, nothing[1])
+    nothing = jnp.full((7, 1), -inf), jnp.zeros((7, 1))
+    out, _, dx, _ = pulled(implementation, config=config)(x, nothing[0], do, nothing[1])
     np.testing.assert_allclose(out, ends(x), rtol=1e-6)
     np.testing.assert_allclose(dx, jax.vjp(ends, x)[1](do)[0], rtol=1e-5, atol=1e-6)
 

@@ -173,7 +173,7 @@ def _tile(
         tail = behind * inverse(start + total)
         grads, whole = running_sum(do * inverse(sums), tail, reverse=True)
         tile.store_dx(dx_ref, x_ref, e * grads)
-        return jnp.where(start == jnp.inf, 0.0, start * (whole + tail))
+        return jnp.where(start == jnp.inf, 0.0, start) * (whole + tail)  # which may be NaN
 
     def exact() -> jax.Array:
         if size > columns.plan.block_exact:

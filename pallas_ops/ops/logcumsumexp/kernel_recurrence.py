@@ -41,7 +41,7 @@ def backward(
         total = pair[1]
         pair, fade, e = _step(pair, x)
         share = inverse(pair[1])
-        kept = jnp.where(total == jnp.inf, 0.0, fade * total * share)  # exp(o_{i-1} - o_i)
+        kept = jnp.where(total == jnp.inf, 1.0, fade * total) * share  # exp(o_{i-1} - o_i)
         steps.append((row, do, e * share, kept))
     grad = behind[None]
     for row, do, weight, kept in reversed(steps):
