@@ -1,6 +1,5 @@
 """What lrpe_cosine and md_lrpe_cosine accept."""
 
-import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[int, ...] 
     return tuple(map(operator.index, shape))
 
 
-@functools.lru_cache(maxsize=1024)
+@checks.cached
 def params(
     x: Struct,
     theta: Struct,
@@ -106,6 +105,9 @@ def params(
     if kind == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
         wide = f"a softmax over {sizes['D']} features"
         implementation = checks.reference_instead(implementation, wide)
+    if sizes["N"] * sizes.get("H", 1) > checks.LONGEST:
+        long = f"N * H = {sizes['N'] * sizes.get('H', 1)} rows"
+        implementation = checks.reference_instead(implementation, long)
     if config is not None:
         _check_config(config, kind, sizes["D"])
     batch_offset = offset is not None and offset.shape != (1,)
