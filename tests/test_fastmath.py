@@ -1,5 +1,6 @@
 """The hardware's approximations keep the error bounds that they promise."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -95,6 +96,35 @@ def test_angles_are_right_at_any_position(rng: Rng) -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=4e-6)
 
 
+@pytest.mark.parametrize("sincos", [fastmath.sincos, fastmath.precise_sincos])
+def test_the_instructions_for_angles_are_right(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, sincos: Any
+) -> None:
+    """Those of a card, emulated one by one, with sines as exact as can be."""
+
+    def emulated(instruction: str, *xs: Any) -> jax.Array:
+        wide = [np.asarray(x, np.float32).astype(np.float64) for x in xs]
+        kind = instruction.partition(".")[0]
+        of = {"mul": np.multiply, "fma": lambda x, y, z: x * y + z, "sin": np.sin, "cos": np.cos}
+        return jnp.asarray(of[kind](*wide).astype(np.float32))
+
+    monkeypatch.setattr(fastmath, "_ptx", emulated)
+    position, theta, angle = angles(rng)
+    turn = fastmath.remainder(jnp.asarray(position), *fastmath.frequency(jnp.asarray(theta)))
+    assert jnp.abs(turn).max() <= 2
+    assert jnp.abs(turn[np.abs(angle) < 2 * np.pi * 1000]).max() <= 1
+    for got, want in zip(sincos(turn), (np.sin(angle), np.cos(angle)), strict=True):
+        np.testing.assert_allclose(to_float64(got), want, rtol=0, atol=2e-6)
+
+
+def test_precise_sincos(rng: Rng) -> None:
+    turn = rng.uniform(-2, 2, 1024).astype(np.float32)
+    angle = 2 * np.pi * turn.astype(np.float64)
+    for which, want in enumerate((np.sin(angle), np.cos(angle))):
+        got = run(lambda turn, which=which: fastmath.precise_sincos(turn)[which], turn)
+        np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-23)
+
+
 @pytest.mark.parametrize("jit", [True, False])
 def test_turns_lose_nothing_to_fusion(rng: Rng, jit: bool) -> None:
     """XLA for CPUs fuses products with sums where it compiles several operations at once."""
@@ -136,3 +166,15 @@ def test_one_instruction_each() -> None:
     ):
         program = h200.compile_for_h200(partial(mapped, fn), x)
         assert program.ptx[0].count(instruction) == 32
+
+
+def test_rounding_by_a_sum_is_left_alone() -> None:
+    """A compiler that did algebra would take what is added and subtracted for nothing."""
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+
+    def turns(x: jax.Array) -> jax.Array:
+        return fastmath.remainder(x, x, x)
+
+    for fn in (turns, lambda x: fastmath.precise_sincos(x)[0]):
+        program = h200.compile_for_h200(partial(mapped, fn), x)
+        assert len(re.findall(r"(add|sub)\.(rn\.)?f32", program.ptx[0])) == 32

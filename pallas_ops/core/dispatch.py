@@ -81,12 +81,9 @@ class Bound:
         def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
             return self.op.kernel(*self.fill(xs), **dict(self.static))
 
-        has_b = [
-            a.startswith("b ") or a == "b"
-            for a, here in zip(self.op.operands, self.present, strict=True)
-            if here
-        ]
-        foldable = True
+        operands = (a for a, here in zip(self.op.operands, self.present, strict=True) if here)
+        has_b = [_has_b(a) for a in operands]
+        foldable = all(map(_has_b, self.op.results))
         for batched in self.levels:
             # All batch axes vmapped together are one longer batch: no new grid axis, and the
             # launch is chosen for the batch it really has.
@@ -95,6 +92,10 @@ class Bound:
         # No kernel has 64-bit numbers; under JAX's x64 mode those that it makes would be.
         with launch.interpreted(self.implementation == "interpret"), jax.enable_x64(False):
             return call(*xs)
+
+
+def _has_b(axes: str) -> bool:
+    return axes.split()[0] == "b"
 
 
 def _fold(call: Callable[..., Any], batched: Sequence[bool]) -> Callable[..., Any]:

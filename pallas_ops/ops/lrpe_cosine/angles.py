@@ -23,7 +23,8 @@ class Angles:
 
     def sincos(self, tile: Tile, b: Any) -> tuple[jax.Array, jax.Array]:
         """In the tile's shape."""
-        return fastmath.sincos(self.turns(tile, b))
+        of = fastmath.precise_sincos if self.plan.precise else fastmath.sincos
+        return of(self.turns(tile, b))
 
     def turn_back(
         self,
@@ -88,8 +89,9 @@ class Angles:
         prefix = self.plan.num_prefix_tokens
         rest, each = tile.token - prefix, []
         for size in reversed((self.plan.shape or ())[1:]):
-            each.append(lax.rem(rest, jnp.int32(size)))
-            rest = lax.div(rest, jnp.int32(size))
+            count = jnp.int32(max(1, size))  # a grid without points may have prefix tokens
+            each.append(lax.rem(rest, count))
+            rest = lax.div(rest, count)
         each = [rest, *reversed(each)]
         if self.offset is not None:
             each = [each[0] + self.offset[b if self.plan.per_batch else 0]]

@@ -33,8 +33,8 @@ def lrpe_cosine(
     """concat(act(x) cos(phi), act(x) sin(phi)); see `pallas_ops.lrpe_cosine`."""
     n = x.shape[-2] if layout == "BHND" else x.shape[1]
     if positions is None:
-        first = jnp.expand_dims(jnp.asarray(offset), -1)
-        positions = first + jnp.arange(n, dtype=first.dtype).reshape(*(1,) * (first.ndim - 1), n)
+        first = jnp.expand_dims(jnp.asarray(offset, jnp.int32), -1)
+        positions = first + jnp.arange(n, dtype=jnp.int32).reshape(*(1,) * (first.ndim - 1), n)
     return rotate(x, theta, positions[..., None], act=act, axis=axis, layout=layout)
 
 
@@ -59,7 +59,7 @@ def md_lrpe_cosine(
 
 def grid(shape: tuple[int, ...], num_prefix_tokens: int) -> jax.Array:
     """The row-major indices of a grid's points [N, K], behind as many rows of 0 as told."""
-    points = jnp.indices(shape).reshape(len(shape), math.prod(shape)).T
+    points = jnp.indices(shape, jnp.int32).reshape(len(shape), math.prod(shape)).T
     return jnp.pad(points, ((num_prefix_tokens, 0), (0, 0)))
 
 

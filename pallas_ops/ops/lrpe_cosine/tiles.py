@@ -39,6 +39,7 @@ class Plan:
     s: Sizes
     c: LrpeCosineConfig
     act: str
+    precise: bool  # for results in float32; 16 bits hide what an approximation loses
     shape: tuple[int, ...] | None  # of the grid; None: positions are given
     num_prefix_tokens: int
     heads_first: bool
@@ -58,9 +59,18 @@ class Plan:
         return pl.cdiv(self.s.n, self.c.block_n)
 
     @property
+    def bunch(self) -> int:
+        """Tiles that one step of a walk has."""
+        return min(BUNCH, self.tiles)
+
+    @property
     def bunches(self) -> int:
-        """Of tiles, as one step of a walk has them."""
         return pl.cdiv(self.tiles, BUNCH)
+
+    @property
+    def overhangs(self) -> bool:
+        """Whether a walk's last bunch goes beyond the sequence, be it by whole tiles."""
+        return self.bunches * self.bunch * self.c.block_n != self.s.n
 
     @property
     def parts(self) -> int:
@@ -97,7 +107,7 @@ class Plan:
         """`block_n` tokens of one head."""
         token = block * self.c.block_n + span(self.c.block_n)
         row = head * self.s.n + token if self.heads_first else token * self.s.h + head
-        inside = token < self.s.n if self.s.n % self.c.block_n else None
+        inside = token < self.s.n if self.overhangs else None
         return Tile(self, row, token, jnp.full_like(token, head), self.features(features), inside)
 
 
@@ -116,7 +126,8 @@ def plan_of(
     s = Sizes(b=b, n=n, h=h, d=x.shape[-1])
     if config is None:
         config = choose_columns(s) if act == SOFTMAX_SEQUENCE else choose(s, backward=backward)
-    return Plan(s=s, c=config, heads_first=heads_first, act=act, **statics)
+    precise = x.dtype == jnp.float32
+    return Plan(s=s, c=config, heads_first=heads_first, act=act, precise=precise, **statics)
 
 
 class Tile:

@@ -71,10 +71,12 @@ def _forward_reference(
     out = jnp.stack(meaning.turned(a, _heads(turn, **static)), axis=3).astype(x.dtype)
     if not save:
         return (out,)
-    columns: tuple[jax.Array, ...] = ()
+    saved: list[jax.Array] = []
     if static["act"] == SOFTMAX_SEQUENCE:
-        columns = _columns(x.astype(theta.dtype), **static)
-    return out, *columns, *((turn,) if config is not None and config.cache_angles else ())
+        saved += _columns(x.astype(theta.dtype), **static)
+    if config is not None and config.cache_angles:
+        saved.append(jnp.broadcast_to(turn, (*turn.shape[:-1], x.shape[-1])))
+    return out, *saved
 
 
 def _turns(

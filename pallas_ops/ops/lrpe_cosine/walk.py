@@ -17,7 +17,6 @@ from pallas_ops.core.fastmath import exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.lrpe_cosine.activation import LOG2E, Column
-from pallas_ops.ops.lrpe_cosine.config import BUNCH
 from pallas_ops.ops.lrpe_cosine.tiles import Plan, Ref, Tile, load_at, place_of, whole
 
 Operands = Sequence[jax.Array | None]
@@ -65,10 +64,8 @@ class Walk:
 
         def bunch(i: Any, carry: Any) -> Any:
             i = pipelined(i, plan.c.num_stages) if plan.bunches > 1 else i
-            tiles = range(min(BUNCH, plan.tiles))
-            return step(
-                [plan.tokens_tile(i * BUNCH + k, self.head, self.block) for k in tiles], carry
-            )
+            tiles = (i * plan.bunch + k for k in range(plan.bunch))
+            return step([plan.tokens_tile(k, self.head, self.block) for k in tiles], carry)
 
         if plan.bunches == 1:
             return bunch(0, carry)
