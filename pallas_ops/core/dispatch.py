@@ -95,7 +95,7 @@ class Bound:
 
 
 def _has_b(axes: str) -> bool:
-    return axes.split()[0] == "b"
+    return axes.split(maxsplit=1)[0] == "b"
 
 
 def _fold(call: Callable[..., Any], batched: Sequence[bool]) -> Callable[..., Any]:
