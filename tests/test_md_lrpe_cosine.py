@@ -87,27 +87,33 @@ def test_reference_is_the_loop(rng: Rng, settings: dict[str, Any]) -> None:
     assert_close(reference(**options)(*xs), loop(*xs, **options), terms=4)
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["recomputed", "cached"])
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [(jnp.float32, False), (jnp.bfloat16, True)],
+    ids=["float32", "bfloat16-cached"],
+)
 @pytest.mark.parametrize("settings", GRIDS)
 def test_kernels_are_as_good_as_the_reference(
-    rng: Rng, settings: dict[str, Any], cache: bool
+    rng: Rng, settings: dict[str, Any], dtype: Any, cache: bool
 ) -> None:
     """Output and both gradients, with angles recomputed and cached."""
     sequence = settings.get("axis") == 1
     config = LrpeCosineConfig(
-        variant="block" if sequence else "sequence", block_n=4, block_d=16, cache_angles=cache
+        variant="block" if sequence else "sequence",
+        block_n=16 if sequence else 4,
+        block_d=16,
+        cache_angles=cache,
     )
-    for dtype in (jnp.float32, jnp.bfloat16):
-        xs, options = inputs(rng, **settings, dtype=dtype)
-        cotangents = random_cotangents(rng, jax.eval_shape(reference(**options), *xs))
-        got = value_and_vjp(kernel(config=config, **options), xs, cotangents)
-        own = value_and_vjp(reference(**options), xs, cotangents)
-        wide = partial(pallas_ops.reference.md_lrpe_cosine, **options)
-        truth = in_float64(partial(value_and_vjp, wide), xs, cotangents)
-        assert_as_good_as_reference(got, own, truth)
+    xs, options = inputs(rng, **settings, dtype=dtype)
+    cotangents = random_cotangents(rng, jax.eval_shape(reference(**options), *xs))
+    got = value_and_vjp(kernel(config=config, **options), xs, cotangents)
+    own = value_and_vjp(reference(**options), xs, cotangents)
+    wide = partial(pallas_ops.reference.md_lrpe_cosine, **options)
+    truth = in_float64(partial(value_and_vjp, wide), xs, cotangents)
+    assert_as_good_as_reference(got, own, truth)
 
 
-@pytest.mark.parametrize("width", [10, 4, 1])
+@pytest.mark.parametrize("width", [4, 1])
 def test_one_axis_is_lrpe_cosine(rng: Rng, width: int) -> None:
     xs, options = inputs(rng, shape=(7,), width=width)
     got = kernel(**options)(*xs)
@@ -128,9 +134,9 @@ def test_given_positions_are_the_grid(rng: Rng) -> None:
     xs, options = inputs(rng, shape=(3, 5), width=5)
     positions = grid((3, 5), 0)
     want = kernel(**options)(*xs)
-    for given in (positions, jnp.stack([positions, positions]).astype(jnp.float32)):
-        for shape in (None, (3, 5)):
-            assert_close(kernel(**options | dict(positions=given, shape=shape))(*xs), want)
+    each = jnp.stack([positions, positions]).astype(jnp.float32)
+    for given, shape in ((positions, None), (each, (3, 5))):
+        assert_close(kernel(**options | dict(positions=given, shape=shape))(*xs), want)
 
 
 def test_a_permuted_grid_permutes(rng: Rng) -> None:

@@ -1,4 +1,4 @@
-"""What lrpe_cosine and md_lrpe_cosine refuse, and how they say it."""
+"""What lrpe_cosine and md_lrpe_cosine accept, and what they refuse."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops import LrpeCosineConfig
+from tests.support import assert_close
 
 X, THETA = jnp.ones((2, 6, 3, 4)), jnp.ones((3, 4))
 SEQUENCE = LrpeCosineConfig(block_n=4, block_d=4)
@@ -100,3 +101,19 @@ def test_float64_runs_the_reference() -> None:
         assert pallas_ops.lrpe_cosine(x, jnp.ones((1, 2))).dtype == jnp.float64
         with pytest.raises(ValueError, match="whose kernel does not take float64"):
             pallas_ops.lrpe_cosine(x, jnp.ones((1, 2)), implementation="triton")
+
+
+def test_offsets_may_be_of_any_integers() -> None:
+    """Positions are counted in int32, also where JAX would count in 64 bits, or in 8."""
+    x = jnp.ones((2, 30, 3, 4))
+    want = pallas_ops.reference.lrpe_cosine(x, THETA, offset=100)
+    assert_close(pallas_ops.reference.lrpe_cosine(x, THETA, offset=jnp.int8(100)), want)
+    with jax.enable_x64(True):
+        for offset in (jnp.int64(100), jnp.int32(100)):
+            assert_close(pallas_ops.lrpe_cosine(x, THETA, offset=offset), want)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3, 10), (2, 0, 3, 10), (2, 4, 0, 10), (2, 4, 3, 0)])
+def test_empty_arrays(shape: tuple[int, ...]) -> None:
+    x, theta = jnp.ones(shape), jnp.ones((1, 1))
+    assert pallas_ops.lrpe_cosine(x, theta).shape == (*shape[:3], 2 * shape[3])
