@@ -1,9 +1,9 @@
-"""chunk_cumsum_decay: reference against a loop, kernels against the loop, laws, refusals, config."""
+"""chunk_cumsum_decay: reference and kernels against a loop, laws, refusals, config."""
 
 import functools
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -71,12 +71,12 @@ def sums(
 
 
 @functools.cache
-def pulled(implementation: Any = None, **kwargs: Any) -> Callable[..., Any]:
+def pulled(implementation: Any = None, **kwargs: Any) -> Any:
     """Of x, cotangent and bounds: output and gradient, compiled."""
 
     def call(x: jax.Array, do: jax.Array, bounds: jax.Array | None = None) -> Any:
         fn = partial(pallas_ops.chunk_cumsum_decay, implementation=implementation, **kwargs)
-        out, pull = jax.vjp(lambda x: fn(x, cu_seqlens=bounds), x)
+        out, pull = jax.vjp(partial(fn, cu_seqlens=bounds), x)
         return out, *pull(do)
 
     return jax.jit(call)
@@ -298,7 +298,7 @@ def test_refusals_say_what_would_be_accepted(
 
 
 def test_a_traced_scale_is_refused() -> None:
-    with pytest.raises(TypeError, match="scale is .*to scale by a traced value, multiply an input"):
+    with pytest.raises(TypeError, match=r"scale is .*to scale by a traced value"):
         jax.eval_shape(lambda x: pallas_ops.chunk_cumsum_decay(x, scale=x[0, 0]), jnp.zeros((2, 3)))
 
 
@@ -336,7 +336,7 @@ def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
     elements = config.block_n * config.block_c * config.num_chunks
     assert elements <= 128 * 32 * config.num_warps
     programs = -(-c // config.block_c) * -(-b * s.chunks // config.num_chunks)
-    assert config.num_chunks == 1 or programs >= 8 * 132
+    assert config.num_chunks == 1 or programs >= 32 * 132
 
 
 H200 = [

@@ -102,7 +102,7 @@ def _dtype(dtype: Any) -> Any:
 def _check(
     x: tuple[tuple[int, ...], Any],
     bounds: tuple[tuple[int, ...], Any] | None,
-    where: tuple[Any, ...],
+    where: tuple[Any, Any, Any, Any],
     scale: float | None,
     dtype: Any,
     implementation: Implementation | None,
@@ -120,7 +120,7 @@ def _check(
         raise ValueError(f"chunk_size is {chunk_size!r}; accepted: an int >= 1")
     if not isinstance(reverse, bool):
         raise TypeError(f"reverse is {reverse!r}; accepted: True or False")
-    if not (shift is None or isinstance(shift, str)) or shift not in SHIFTS:
+    if not any(shift is None if one is None else shift == one for one in SHIFTS):
         raise ValueError(f"shift is {shift!r}; accepted: None, 'chunk', 'sequence'")
     scale = checks.number_or_none("scale", scale)
     if scale is not None and not math.isfinite(scale):
@@ -186,7 +186,7 @@ def _run(x: jax.Array, cu_seqlens: jax.Array | None, *, params: vjp.Params) -> j
     if params.implementation == "xla":
         return vjp.reference(params, *operands)
     if params.axis > 0:
-        return vjp.accumulate(params, *operands)  # type: ignore[no-any-return]
+        return vjp.accumulate(params, *operands)
     x, cu_seqlens = operands  # the op's first axis is a batch
     out: jax.Array = vjp.accumulate(dataclasses.replace(params, axis=1), x[None], cu_seqlens)
     return out[0]

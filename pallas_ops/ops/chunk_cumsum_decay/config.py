@@ -72,7 +72,7 @@ def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
     num_chunks = max(1, min(widest // block_n, power_of_two(s.b * s.chunks)))
     num_warps = max(1, block_n // widest)
     programs = -(-s.c // block_c) * -(-s.b * s.chunks // num_chunks)
-    while num_chunks > 1 and programs < 8 * num_sms:
+    while num_chunks > 1 and programs < 32 * num_sms:
         num_chunks //= 2
         programs *= 2
     elements = block_n * num_chunks * block_c

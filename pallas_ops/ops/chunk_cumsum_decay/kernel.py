@@ -9,14 +9,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.launch import launch
-from pallas_ops.core.triton_ext import pipelined
+from pallas_ops.core.triton_ext import pipelined, scan
 from pallas_ops.ops.chunk_cumsum_decay.tiles import (
     Chunks,
     Plan,
     Ref,
     Tile,
     plan_of,
-    running_sum,
     store_edges,
     table_of,
 )
@@ -72,3 +71,26 @@ def _kernel(
         lax.fori_loop(0, tiles, step, before)
     if plan.late:
         store_edges(chunks, out_ref)
+
+
+def running_sum(x: jax.Array, *, backward: bool) -> jax.Array:
+    """Running sums along a tile's positions, of which a lane has one step if summed backward."""
+    if x.shape[0] == 1 and backward:
+        return scan(_add, (x,), axis=2, reverse=True)[0]
+    if x.shape[0] == 1:
+        return jnp.cumsum(x, axis=2)
+    inner = jnp.cumsum(x, axis=0)
+    if x.shape[2] == 1:
+        return inner
+    totals = x.sum(axis=0)
+    before, _ = scan(_exclusive, (jnp.zeros_like(totals), totals), axis=1)
+    return before[None] + inner
+
+
+def _add(before: Any, after: Any) -> Any:
+    return (before[0] + after[0],)
+
+
+def _exclusive(before: Any, after: Any) -> Any:
+    """The sum of all but the last, and of all; a difference of sums would not be exact."""
+    return before[1] + after[0], before[1] + after[1]

@@ -1,4 +1,4 @@
-"""What a program of chunk_cumsum_decay sees: which chunks, where their elements are, their sums.
+"""What a program of chunk_cumsum_decay sees: which chunks, and where their elements are.
 
 Tiles are [steps, chunks, groups, columns], where position group * steps + step of a chunk, counted
 as the sum goes, is in a lane with all its steps: a sum along them moves nothing between lanes.
@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import launch
-from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig, Sizes, choose
 from pallas_ops.ops.chunk_cumsum_decay.reference import Shift, among, edges
 
@@ -132,14 +131,12 @@ class Chunks:
             self.stop = self.start + s.chunk_size
             if s.n % s.chunk_size:
                 self.stop = jnp.minimum(self.stop, s.n)
-            of_sequence = plan.shift == "sequence"
-            self.low, self.high = (0, s.n) if of_sequence else (self.start, self.stop)
+            low, high = jnp.zeros_like(index), jnp.full_like(index, s.n)
         else:
             facts = [table_ref.at[jnp.full_like(index, i), index] for i in range(5)]
             self.start, self.stop, low, high, live = map(plgpu.load, facts)
             self.live = live > 0
-            of_sequence = plan.shift == "sequence"
-            self.low, self.high = (low, high) if of_sequence else (self.start, self.stop)
+        self.low, self.high = (low, high) if plan.shift == "sequence" else (self.start, self.stop)
         if not plan.all_slots:
             there = (slot < plan.rows * s.chunks) & (self.row < s.b)
             self.stop = jnp.where(there, self.stop, self.start)
@@ -230,26 +227,3 @@ def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 def span(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)
-
-
-def running_sum(x: jax.Array, *, backward: bool) -> jax.Array:
-    """Running sums along a tile's positions, of which a lane has one step if summed backward."""
-    if x.shape[0] == 1 and backward:
-        return scan(_add, (x,), axis=2, reverse=True)[0]
-    if x.shape[0] == 1:
-        return jnp.cumsum(x, axis=2)
-    inner = jnp.cumsum(x, axis=0)
-    if x.shape[2] == 1:
-        return inner
-    totals = x.sum(axis=0)
-    before, _ = scan(_exclusive, (jnp.zeros_like(totals), totals), axis=1)
-    return before[None] + inner
-
-
-def _add(before: Any, after: Any) -> Any:
-    return (before[0] + after[0],)
-
-
-def _exclusive(before: Any, after: Any) -> Any:
-    """The sum of all but the last, and of all; a difference of sums would not be exact."""
-    return before[1] + after[0], before[1] + after[1]
