@@ -31,6 +31,7 @@ class Case:
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     reference: Function
     data: Data | None = None  # what to make of standard normal inputs
+    further: tuple[np.ndarray[Any, Any], ...] = ()  # arguments behind them: integers, as they are
     extra_bytes: int = 0  # what a backward pass cannot but read besides: a saved result, say
 
 
@@ -88,7 +89,8 @@ def _repeated(values: jax.Array, *, shape: tuple[int, ...], data: Data | None) -
 
 
 def inputs(case: Case) -> tuple[jax.Array, ...]:
-    return tuple(normal(case.inputs, seed=0, data=case.data))
+    further = (jnp.asarray(x) for x in case.further)
+    return *normal(case.inputs, seed=0, data=case.data), *further
 
 
 def prepare(
@@ -100,8 +102,15 @@ def prepare(
     if mode == "fwd":
         return function, arguments
     shapes = jax.eval_shape(function, *arguments)
-    pull = jax.vjp(function, *arguments)[1]
+    floating, further = _parted(arguments)
+    pull = jax.vjp(lambda *xs: function(*xs, *further), *floating)[1]
     return jax.jit(_pull) if provider.jit else _pull, (pull, normal(shapes, seed=1))
+
+
+def _parted(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Those that have gradients, and those behind them."""
+    count = sum(jnp.issubdtype(x.dtype, jnp.inexact) for x in arguments)
+    return arguments[:count], arguments[count:]
 
 
 def _pull(pull: Function, cotangents: Any) -> Any:
@@ -113,14 +122,19 @@ def truth(case: Case, arguments: tuple[jax.Array, ...], *, mode: str) -> Any:
     wide = jnp.float64 if moved_bytes(case, mode=mode) <= FLOAT64_BYTES else jnp.float32
     shapes = jax.eval_shape(case.reference, *arguments)
     with jax.enable_x64(wide == jnp.float64):
-        arguments = tuple(x.astype(wide) for x in arguments)
+        floating, further = _parted(arguments)
+        floating = tuple(x.astype(wide) for x in floating)
         if mode == "fwd":
-            return jax.jit(case.reference)(*arguments)
-        results = jax.eval_shape(case.reference, *arguments)
+            return jax.jit(case.reference)(*floating, *further)
+        results = jax.eval_shape(case.reference, *floating, *further)
         cotangents = jax.tree.map(
             lambda x, like: x.astype(like.dtype), normal(shapes, seed=1), results
         )
-        return jax.jit(lambda xs, dy: jax.vjp(case.reference, *xs)[1](dy))(arguments, cotangents)
+        return jax.jit(_pulled, static_argnums=0)(case.reference, floating, further, cotangents)
+
+
+def _pulled(function: Function, floating: Any, further: Any, cotangents: Any) -> Any:
+    return jax.vjp(lambda *xs: function(*xs, *further), *floating)[1](cotangents)
 
 
 def deviation(got: Any, want: Any) -> float:
@@ -139,9 +153,9 @@ def _worst(got: jax.Array, want: jax.Array) -> jax.Array:
 
 def moved_bytes(case: Case, *, mode: str) -> int:
     """Inputs and results, each once; backward: inputs, cotangents and gradients."""
-    results = jax.eval_shape(case.reference, *case.inputs)
+    results = jax.eval_shape(case.reference, *case.inputs, *case.further)
     if mode == "fwd":
-        return _bytes((case.inputs, results))
+        return _bytes((case.inputs, case.further, results))
     return _bytes((case.inputs, results, case.inputs)) + case.extra_bytes
 
 

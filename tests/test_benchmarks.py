@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,18 @@ import pytest
 from jax.extend import backend
 from rich.progress import Progress
 
-from benchmarks import cases, command, memory, plots, report, suite, timing, tpa_decode
+from benchmarks import (
+    cases,
+    chunk_cumsum_decay,
+    command,
+    memory,
+    peers,
+    plots,
+    report,
+    suite,
+    timing,
+    tpa_decode,
+)
 from benchmarks.cases import Benchmark, Case, Provider
 from benchmarks.records import Report
 from pallas_ops.core import launch
@@ -381,7 +393,87 @@ def test_command_line(
     assert [column.name for column in found.tables[0].columns] == ["jit", "pallas"]
 
 
+# PyTorch
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of a PyTorch that has NumPy's arrays for tensors."""
+    calls: list[str] = []
+    torch = SimpleNamespace(
+        from_dlpack=np.asarray,
+        no_grad=lambda: lambda function: function,
+        cuda=SimpleNamespace(
+            synchronize=lambda: calls.append("wait"),
+            reset_peak_memory_stats=lambda: calls.append("reset"),
+            max_memory_allocated=lambda: 3 * memory.MIB,
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return calls
+
+
+def on_tensors(_: Any, **__: Any) -> Callable[..., Any]:
+    return lambda x: x * x
+
+
+@pytest.mark.usefixtures("gpu")
+def test_pytorch_is_a_column_like_any_other(log: list[str]) -> None:
+    column = peers.provider("torch", on_tensors, "squares")
+    table = suite.run(TOY, toy_plan(providers=[column], metrics=["speed"])).tables[0]
+    cells = [row.cells["torch"] for row in table.rows]
+    assert [(cell.reason, cell.kernel_ms, cell.of_copy) for cell in cells] == 2 * [(None, 0.5, 1.0)]
+    assert log[:3] == ["wait", "reset", "wait"]  # what the first call tuned is no part of the peak
+    assert log.count("reset") == 4  # one a case
+
+
+def test_pytorch_says_that_it_needs_a_card() -> None:
+    column = peers.provider("torch", on_tensors, "squares")
+    table = suite.run(TOY, toy_plan(providers=[column])).tables[0]
+    assert table.rows[0].cells["torch"].reason == "no NVIDIA GPU for PyTorch to run on"
+
+
+def test_pytorch_keeps_an_account_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 2 * memory.MIB})
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert memory.peak() == 5
+    monkeypatch.delitem(sys.modules, "torch")
+    assert memory.peak() == 2
+    assert log == []
+
+
 # The ops
+
+
+def test_chunk_cumsum_decay_has_the_tables_of_its_seeds() -> None:
+    benchmark = chunk_cumsum_decay.BENCHMARK
+    assert benchmark.grid["n"] == [1024, 2048, 4096, 8192, 16384, 32768]
+    cases = (benchmark.case(jnp.bfloat16, where=where, n=1024) for where in benchmark.grid["where"])
+    titles = [case.title.format(metric="speed", mode="fwd", dtype="bf16") for case in cases]
+    assert titles[:8] == [
+        f"chunk_cumsum_decay-speed-fwd-b{b}-h16-d{d}-reverse_{reverse}-bf16"
+        for reverse in (False, True)
+        for b in (4, 16)
+        for d in (1, 128)
+    ]
+    assert len(set(titles)) == len(titles)
+
+
+def test_chunk_cumsum_decay_columns_agree() -> None:
+    benchmark = chunk_cumsum_decay.BENCHMARK
+    grid = {"where": ("b4-d1-reverse", "b16-d128-forward-f32", "b16-d128-packed"), "n": (3,)}
+    plan = suite.Plan(
+        mode="fwd",
+        dtypes=["bf16"],
+        grid=grid,
+        providers=benchmark.providers[:3],
+        metrics=["memory"],
+    )
+    for table in suite.run(benchmark, plan).tables:
+        (row,) = table.rows
+        assert {name: cell.reason for name, cell in row.cells.items() if cell.reason} == {}
 
 
 def test_tpa_decode_has_the_tables_of_its_seeds() -> None:

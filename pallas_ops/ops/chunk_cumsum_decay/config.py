@@ -69,6 +69,8 @@ def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
     block_c = min(power_of_two(s.c), 32)
     widest = 32 * (ROW_ELEMENTS if s.c == 1 else LANE_ELEMENTS) // block_c  # positions of a warp
     block_n = min(power_of_two(s.chunk_size), MAX_WARPS * widest)
+    if s.c > 1 and block_n < s.chunk_size:
+        block_n = widest  # a loop within one warp: nothing to wait for between tiles
     num_chunks = max(1, min(widest // block_n, power_of_two(s.b * s.chunks)))
     num_warps = max(1, block_n // widest)
     programs = -(-s.c // block_c) * -(-s.b * s.chunks // num_chunks)
