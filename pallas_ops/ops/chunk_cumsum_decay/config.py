@@ -3,7 +3,7 @@
 import dataclasses
 
 LANE_ELEMENTS = 128  # of a tile with columns: what a lane holds in registers
-ROW_ELEMENTS = 32  # the same along a last axis
+FEW_ELEMENTS = 32  # the same along a last axis, and where loads are narrow
 MAX_WARPS = 4
 
 
@@ -55,8 +55,9 @@ class Sizes:
 
     @property
     def vector(self) -> int:
-        """Numbers that a lane loads at once."""
-        return 16 // self.itemsize
+        """Numbers that a lane can load at once."""
+        most = 16 // self.itemsize
+        return most if self.c == 1 else min(most, self.c & -self.c)
 
 
 def power_of_two(size: int) -> int:
@@ -67,7 +68,8 @@ def power_of_two(size: int) -> int:
 def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
     """Full lanes, and where the array is small, rather more warps than full lanes."""
     block_c = min(power_of_two(s.c), 32)
-    widest = 32 * (ROW_ELEMENTS if s.c == 1 else LANE_ELEMENTS) // block_c  # positions of a warp
+    each = FEW_ELEMENTS if s.c == 1 or s.vector < 4 else LANE_ELEMENTS
+    widest = 32 * each // block_c  # positions of a warp
     block_n = min(power_of_two(s.chunk_size), MAX_WARPS * widest)
     if s.c > 1 and block_n < s.chunk_size:
         block_n = widest  # a loop within one warp: nothing to wait for between tiles
