@@ -15,6 +15,7 @@ from pallas_ops.ops.chunk_cumsum_decay.tiles import (
     Plan,
     Ref,
     Tile,
+    load_edges,
     plan_of,
     store_edges,
     table_of,
@@ -56,26 +57,31 @@ def _kernel(
     chunks = Chunks(plan, table_ref)
     tiles = chunks.tiles
 
-    def step(t: jax.Array, before: jax.Array) -> jax.Array:  # [1, chunks, 1, columns]
-        t = pipelined(t, plan.c.num_stages)
-        tile = Tile(chunks, tiles - 1 - t if plan.backward else t)
+    def step(t: Any, before: jax.Array | None) -> jax.Array:  # [1, chunks, 1, columns]
+        tile = Tile(chunks, tiles - 1 - t if plan.backward and plan.tiles > 1 else t)
         x = tile.load(x_ref)
-        tile.store(out_ref, before + running_sum(x, backward=plan.backward))
-        return before + x.sum(axis=0, keepdims=True).sum(axis=2, keepdims=True)
+        tile.store(out_ref, plus(before, running_sum(x, plan)))
+        return plus(before, x.sum(axis=0, keepdims=True).sum(axis=2, keepdims=True))
 
+    before = load_edges(chunks, x_ref)
     if plan.tiles == 1:
-        only = Tile(chunks, 0)
-        only.store(out_ref, running_sum(only.load(x_ref), backward=plan.backward))
+        step(0, before)
     else:
-        before = jnp.zeros((1, plan.c.num_chunks, 1, plan.c.block_c))
-        lax.fori_loop(0, tiles, step, before)
+        before = plus(before, jnp.zeros((1, plan.c.num_chunks, 1, plan.c.block_c)))
+        lax.fori_loop(0, tiles, lambda t, y: step(pipelined(t, plan.c.num_stages), y), before)
     if plan.late:
         store_edges(chunks, out_ref)
 
 
-def running_sum(x: jax.Array, *, backward: bool) -> jax.Array:
-    """Running sums along a tile's positions, of which a lane has one step if summed backward."""
-    if x.shape[0] == 1 and backward:
+def plus(before: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if before is None else before + x
+
+
+def running_sum(x: jax.Array, plan: Plan) -> jax.Array:
+    """Running sums along a tile's positions."""
+    if plan.exclusive:
+        return scan(_exclusive, (jnp.zeros_like(x), x), axis=2, reverse=plan.backward)[0]
+    if plan.backward:
         return scan(_add, (x,), axis=2, reverse=True)[0]
     if x.shape[0] == 1:
         return jnp.cumsum(x, axis=2)

@@ -58,6 +58,11 @@ class Plan:
         return self.reverse and self.s.c == 1 and self.c.num_steps == 1
 
     @property
+    def exclusive(self) -> bool:
+        """Whether tiles are loaded unshifted and summed without the last: loads stay wide."""
+        return self.shift is not None and not self.late and self.s.c == self.c.num_steps == 1
+
+    @property
     def step(self) -> int:
         """To the position that the sum meets next."""
         return -1 if self.reverse else 1
@@ -155,6 +160,12 @@ class Chunks:
         """Whether a position, `steps` beside one of the chunk, is within what a shift may cross."""
         return position >= self.low if steps < 0 else position < self.high
 
+    def edge(self) -> tuple[jax.Array, jax.Array]:
+        """What is just before each chunk, as the sum goes, and whether a shift may cross to it."""
+        position = self.stop if self.plan.reverse else self.start - 1
+        there = (self.start < self.stop) & self.reaches(position, -self.plan.step)
+        return position, there
+
     def load(self, ref: Ref, position: jax.Array, mask: jax.Array | None) -> jax.Array:
         """In float32, 0 where there is none."""
         at, mask = self._at(position, mask)
@@ -197,7 +208,7 @@ class Tile:
         """What is summed."""
         plan, position = self.plan, self.position
         mask = both(self.mask, self.chunks.live)
-        if plan.shift and not plan.late:
+        if plan.shift and not plan.late and not plan.exclusive:
             position = position - plan.step
             mask = both(mask, self.chunks.reaches(position, -plan.step))
         x = self.chunks.load(ref, position, mask)
@@ -211,12 +222,22 @@ class Tile:
         self.chunks.store(ref, position, mask, y)
 
 
+def load_edges(chunks: Chunks, ref: Ref) -> jax.Array | None:
+    """What exclusive sums start from, if not from nothing: each chunk's neighbour."""
+    if not chunks.plan.exclusive or chunks.plan.shift == "chunk":
+        return None
+    position, mask = chunks.edge()
+    x = chunks.load(ref, position, both(mask, chunks.live))
+    return x if chunks.plan.scale is None else x * chunks.plan.scale
+
+
 def store_edges(chunks: Chunks, ref: Ref) -> None:
     """The zeros with which a late shift begins a sequence."""
-    plan, c = chunks.plan, chunks.plan.c
-    position = chunks.stop - 1 if plan.reverse else chunks.start
-    mask = (chunks.start < chunks.stop) & ~chunks.reaches(position - plan.step, -plan.step)
-    chunks.store(ref, position, mask, jnp.zeros((1, c.num_chunks, 1, c.block_c)))
+    c = chunks.plan.c
+    position, mask = chunks.edge()
+    mask = (chunks.start < chunks.stop) & ~mask
+    zeros = jnp.zeros((1, c.num_chunks, 1, c.block_c))
+    chunks.store(ref, position + chunks.plan.step, mask, zeros)
 
 
 def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
