@@ -119,7 +119,10 @@ def peer(name: str, call: Callable[..., Any], note: str, *, compiled: bool = Fal
         options = dict(CASES[where][2])
         if options.pop("packed", False) and call is torch_cumsum:
             raise NotImplementedError("it knows no packed sequences")
-        function = partial(call, torch, **options)
+
+        def function(*tensors: Any) -> Any:
+            return call(torch, *tensors, **options)
+
         return torch.compile(function) if compiled else function
 
     return peers.provider(name, make, note)

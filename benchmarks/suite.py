@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -163,6 +164,7 @@ def environment(plan: Plan) -> dict[str, Any]:
         "driver": _driver(),
         "jax": jax.__version__,
         "python": platform.python_version(),
+        "torch": getattr(sys.modules.get("torch"), "__version__", ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "calls": plan.calls,
         "cache": "cold" if timing.on_gpu() else "warm",
