@@ -245,7 +245,7 @@ def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
     moves = [() if moved else None for moved in (theta_moves, positions_move)]
     needs_x = p.act != "none" or theta_moves or positions_move
     x, *where = operands
-    return out, (TypeOf(x), x if needs_x else None, where, columns, cached, moves)
+    return out, (TypeOf(primals[0].value), x if needs_x else None, where, columns, cached, moves)
 
 
 def _backward(p: Params, saved, dout):  # type: ignore[no-untyped-def]
