@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import operator
 from typing import Any
 
 import jax
@@ -76,18 +75,8 @@ def chunk_cumsum_decay(
         cu_seqlens = jnp.asarray(cu_seqlens)
     bounds = None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype)
     where = (axis, chunk_size, reverse, shift)
-    given = ((x.shape, x.dtype), bounds, where, scale, _dtype(dtype), implementation, config)
-    # What cannot be hashed, a traced value say, will be refused for what it is.
-    params = (_check if _hashable(given) else _check.__wrapped__)(*given)
+    params = _check((x.shape, x.dtype), bounds, where, scale, _dtype(dtype), implementation, config)
     return _run(x, cu_seqlens, params=params)  # type: ignore[no-any-return]
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _dtype(dtype: Any) -> Any:
@@ -98,7 +87,7 @@ def _dtype(dtype: Any) -> Any:
         return repr(dtype)
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
+@checks.cached
 def _check(
     x: tuple[tuple[int, ...], Any],
     bounds: tuple[tuple[int, ...], Any] | None,
@@ -114,7 +103,7 @@ def _check(
     shape, own = x
     checks.same_floating({"x": jax.ShapeDtypeStruct(shape, own)})
     axis, chunk_size, reverse, shift = where
-    axis = _axis(axis, shape)
+    axis = checks.axis(axis, shape)
     integer = isinstance(chunk_size, int | np.integer) and not isinstance(chunk_size, bool)
     if not integer or chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size!r}; accepted: an int >= 1")
@@ -141,18 +130,6 @@ def _check(
         implementation=_implementation(implementation, shape, axis, (own, dtype or own)),
         config=config,
     )
-
-
-def _axis(axis: Any, shape: tuple[int, ...]) -> int:
-    try:
-        index = operator.index(axis)
-    except TypeError:
-        raise TypeError(f"axis is {axis!r}; accepted: an int") from None
-    if not -len(shape) <= index < len(shape):
-        raise ValueError(
-            f"axis is {axis!r} and x.shape {shape}; accepted: -x.ndim <= axis < x.ndim"
-        )
-    return index % len(shape)
 
 
 def _check_bounds(bounds: jax.ShapeDtypeStruct) -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_ops.core.tiles import power_of_two
+
 LANE_ELEMENTS = 128  # of a tile with columns: what a lane holds in registers
 FEW_ELEMENTS = 32  # the same along a last axis, and where loads are narrow
 MAX_WARPS = 4
@@ -58,11 +60,6 @@ class Sizes:
         """Numbers that a lane can load at once."""
         most = 16 // self.itemsize
         return most if self.c == 1 else min(most, self.c & -self.c)
-
-
-def power_of_two(size: int) -> int:
-    """The least that holds `size`."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:

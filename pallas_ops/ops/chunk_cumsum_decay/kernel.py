@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_ops.core.launch import launch
+from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.core.triton_ext import pipelined, scan
 from pallas_ops.ops.chunk_cumsum_decay.tiles import (
     Chunks,
     Plan,
-    Ref,
     Tile,
     load_edges,
     plan_of,
@@ -35,16 +34,12 @@ def run(
         table,
         name=name,
         grid=plan.grid,
-        in_specs=[_whole(view), None if table is None else _whole(table)],
-        out_specs=[_whole(view)],
+        in_specs=[whole(view), None if table is None else whole(table)],
+        out_specs=[whole(view)],
         out_shape=[jax.ShapeDtypeStruct(view.shape, dtype)],
         num_warps=plan.c.num_warps,
     )
     return (out.reshape(x.shape),)
-
-
-def _whole(x: jax.Array) -> pl.BlockSpec:
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
 def _kernel(

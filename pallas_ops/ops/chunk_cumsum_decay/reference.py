@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_ops.core.dtypes import wide
+
 Shift = Literal["chunk", "sequence"]
-
-
-def wide(dtype: Any) -> Any:
-    """What is computed in: float32, and float64 for float64."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def chunk_cumsum_decay(

@@ -15,10 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import launch
+from pallas_ops.core.tiles import Ref, both, span
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig, Sizes, choose
 from pallas_ops.ops.chunk_cumsum_decay.reference import Shift, among, edges
-
-Ref = Any
 
 MOST_SLOTS = 2**30  # an int32 counts a program's
 
@@ -238,13 +237,3 @@ def store_edges(chunks: Chunks, ref: Ref) -> None:
     mask = (chunks.start < chunks.stop) & ~mask
     zeros = jnp.zeros((1, c.num_chunks, 1, c.block_c))
     chunks.store(ref, position + chunks.plan.step, mask, zeros)
-
-
-def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
-
-
-def span(size: int) -> jax.Array:
-    return jnp.arange(size, dtype=jnp.int32)
