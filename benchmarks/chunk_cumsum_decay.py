@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import command, peers
+from benchmarks import command, peers, sweep
 from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
-from pallas_ops import chunk_cumsum_decay, reference
+from pallas_ops import ChunkCumsumDecayConfig, chunk_cumsum_decay, reference
 
 HEADS, SEQUENCES = 16, 61
 FORWARD: dict[str, Any] = dict(reverse=False)
@@ -135,6 +135,23 @@ PEERS = [
 if peers.installed("torch", "fla"):
     PEERS += [peer("fla", fla_cumsum, "chunk_local_cumsum; a shift is made for it by torch.cat")]
 
+
+def proposals(*, where: str, **_: Any) -> list[Provider]:
+    """Tiles of a chunk, by columns and by what a lane adds up on its own."""
+    narrow = CASES[where][1] == 1
+    configs = sweep.configs(
+        ChunkCumsumDecayConfig,
+        block_n=(128,),
+        block_c=(16,) if narrow else (16, 32, 64),
+        num_chunks=(1, 2) if narrow else (1,),
+        num_steps=(2, 4, 8, 16) if narrow else (8, 16, 32),
+        num_warps=(1, 2, 4),
+    )
+    made = (partial(kernel, config=config) for config in (None, *configs))
+    names = map(sweep.label, (None, *configs))
+    return [provider(name, call, "", kernel=True) for name, call in zip(names, made, strict=True)]
+
+
 BENCHMARK = Benchmark(
     op="chunk_cumsum_decay",
     case=case,
@@ -148,6 +165,7 @@ BENCHMARK = Benchmark(
     grid={"where": tuple(CASES), "n": [2**k for k in range(10, 16)]},
     quick={"where": ("b4-d1-forward", "b16-d128-forward", "b16-d128-reverse"), "n": (1024, 32768)},
     small={"where": ("b4-d1-forward", "b4-d1-reverse"), "n": (64, 200)},
+    proposals=proposals,
 )
 
 if __name__ == "__main__":
