@@ -31,7 +31,9 @@ class Case:
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     reference: Function
     data: Data | None = None  # what to make of standard normal inputs
-    constants: int = 0  # how many of the inputs, the last ones, are not differentiated
+    further: tuple[
+        np.ndarray[Any, Any], ...
+    ] = ()  # arguments behind them: as they are, no gradient
     extra_bytes: int = 0  # what a backward pass reads besides its inputs, or need not read of them
 
 
@@ -91,7 +93,8 @@ def _repeated(values: jax.Array, *, shape: tuple[int, ...], data: Data | None) -
 
 
 def inputs(case: Case) -> tuple[jax.Array, ...]:
-    return tuple(normal(case.inputs, seed=0, data=case.data))
+    further = (jnp.asarray(x) for x in case.further)
+    return *normal(case.inputs, seed=0, data=case.data), *further
 
 
 def prepare(
@@ -114,9 +117,8 @@ def prepare(
 
 def _vjp(function: Function, arguments: tuple[jax.Array, ...], constants: int) -> Function:
     """The pullback to all arguments but the last `constants`."""
-    moving = len(arguments) - constants
-    run = lambda *xs: function(*xs, *arguments[moving:])  # noqa: E731
-    pull: Function = jax.vjp(run, *arguments[:moving])[1]
+    count = len(arguments) - constants
+    pull: Function = jax.vjp(lambda *xs: function(*xs, *arguments[count:]), *arguments[:count])[1]
     return pull
 
 
@@ -129,14 +131,15 @@ def truth(case: Case, arguments: tuple[jax.Array, ...], *, mode: str) -> Any:
     wide = jnp.float64 if moved_bytes(case, mode=mode) <= FLOAT64_BYTES else jnp.float32
     shapes = jax.eval_shape(case.reference, *arguments)
     with jax.enable_x64(wide == jnp.float64):
-        arguments = tuple(x.astype(wide) for x in arguments)
+        count = len(case.inputs)
+        arguments = (*(x.astype(wide) for x in arguments[:count]), *arguments[count:])
         if mode == "fwd":
             return jax.jit(case.reference)(*arguments)
         results = jax.eval_shape(case.reference, *arguments)
         cotangents = jax.tree.map(
             lambda x, like: x.astype(like.dtype), normal(shapes, seed=1), results
         )
-        pull = jax.jit(lambda xs, dy: _vjp(case.reference, xs, case.constants)(dy))
+        pull = jax.jit(lambda xs, dy: _vjp(case.reference, xs, len(case.further))(dy))
         return pull(arguments, cotangents)
 
 
@@ -156,11 +159,10 @@ def _worst(got: jax.Array, want: jax.Array) -> jax.Array:
 
 def moved_bytes(case: Case, *, mode: str) -> int:
     """Inputs and results, each once; backward: inputs, cotangents and gradients."""
-    results = jax.eval_shape(case.reference, *case.inputs)
+    results = jax.eval_shape(case.reference, *case.inputs, *case.further)
     if mode == "fwd":
-        return _bytes((case.inputs, results))
-    gradients = case.inputs[: len(case.inputs) - case.constants]
-    return _bytes((case.inputs, results, gradients)) + case.extra_bytes
+        return _bytes((case.inputs, case.further, results))
+    return _bytes((case.inputs, results, case.inputs)) + case.extra_bytes
 
 
 def _bytes(shapes: Any) -> int:

@@ -31,26 +31,21 @@ CASES: dict[str, dict[str, Any]] = {
 def case(dtype: Any, *, what: str, n: int) -> Case:
     batch = 1 if what.endswith("batch1") else BATCH
     x = jax.ShapeDtypeStruct((batch, n, HEADS, DIM), dtype)
-    theta = jax.ShapeDtypeStruct((HEADS, DIM), jnp.float32)
     learned = what.endswith("theta")
     saved = bool(CASES[what]) or learned  # else a backward pass has no use for x
     name = what.removesuffix("-batch1")
     return Case(
         title=f"lrpe_cosine-{{metric}}-{{mode}}-batch{batch}-head{HEADS}-dim{DIM}-{name}-{{dtype}}",
-        inputs=(x, theta),
+        inputs=(x, jax.ShapeDtypeStruct((HEADS, DIM), jnp.float32)) if learned else (x,),
         reference=partial(reference.lrpe_cosine, **CASES[what]),
-        data=frequencies,
-        constants=0 if learned else 1,
+        further=() if learned else (rates(DIM),),
         extra_bytes=0 if saved else -x.size * x.dtype.itemsize,
     )
 
 
-def frequencies(x: jax.Array) -> jax.Array:
-    """x; or theta, if it has two axes: 10,000 ** -(2 i / width)."""
-    if x.ndim != 2:
-        return x
-    rate = 10_000.0 ** (-2 * np.arange(x.shape[1]) / x.shape[1])
-    return jnp.broadcast_to(jnp.asarray(rate, x.dtype), x.shape)
+def rates(width: int) -> np.ndarray[Any, Any]:
+    """theta of all heads: 10,000 ** -(2 i / width)."""
+    return np.tile(10_000.0 ** (-2 * np.arange(width) / width), (HEADS, 1)).astype(np.float32)
 
 
 def kernel(name: str, config: Callable[[str], LrpeCosineConfig | None], note: str) -> Provider:

@@ -4,11 +4,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks import command
 from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
-from benchmarks.lrpe_cosine import BATCH, DIM, HEADS, frequencies
+from benchmarks.lrpe_cosine import BATCH, DIM, HEADS, rates
 from pallas_ops import LrpeCosineConfig, md_lrpe_cosine, reference
 
 # The seeds' sizes: n tokens in one dimension, n * n in two, n * n * n in three.
@@ -22,14 +21,12 @@ def grid(*, dims: int, prefix: int, n: int) -> dict[str, Any]:
 
 def case(dtype: Any, *, dims: int, prefix: int, n: int) -> Case:
     x = jax.ShapeDtypeStruct((BATCH, prefix + n**dims, HEADS, DIM), dtype)
-    theta = jax.ShapeDtypeStruct((HEADS, -(-DIM // dims)), jnp.float32)
     return Case(
         title=f"md_lrpe_cosine-{{metric}}-{{mode}}-batch{BATCH}-head{HEADS}-dim{DIM}-{{dtype}}"
         f"-{dims}d-l{prefix}",
-        inputs=(x, theta),
+        inputs=(x,),
         reference=partial(reference.md_lrpe_cosine, **grid(dims=dims, prefix=prefix, n=n)),
-        data=frequencies,
-        constants=1,
+        further=(rates(-(-DIM // dims)),),
         extra_bytes=-x.size * x.dtype.itemsize,  # no activation: x is not read going backward
     )
 

@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -82,7 +83,7 @@ def _row(case: Case, point: Point, dtype: str, plan: Plan, advance: Advance) -> 
         advance(" ".join([*(f"{axis}={value}" for axis, value in point.items()), provider.name]))
         try:
             function, arguments = cases.prepare(
-                provider, point, inputs, mode=plan.mode, constants=case.constants
+                provider, point, inputs, mode=plan.mode, constants=len(case.further)
             )
             limit = provider.tolerance * cases.TOLERANCE[dtype]
             cell = _cell(provider, function, arguments, want, limit, plan)
@@ -157,7 +158,7 @@ def memory_case(benchmark: Benchmark, text: str) -> memory.Peak:
             spec["point"],
             cases.inputs(case),
             mode=spec["mode"],
-            constants=case.constants,
+            constants=len(case.further),
         )
         jax.block_until_ready(function(*arguments))
         return {"memory_mib": memory.peak()}
@@ -172,6 +173,7 @@ def environment(plan: Plan) -> dict[str, Any]:
         "driver": _driver(),
         "jax": jax.__version__,
         "python": platform.python_version(),
+        "torch": getattr(sys.modules.get("torch"), "__version__", ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "calls": plan.calls,
         "cache": "cold" if timing.on_gpu() else "warm",

@@ -58,7 +58,7 @@ def _compile(
     def compile_one(provider: Provider) -> None:
         jitted: Any
         jitted, arguments = cases.prepare(
-            provider, point, inputs, mode=plan.mode, constants=case.constants
+            provider, point, inputs, mode=plan.mode, constants=len(case.further)
         )
         jitted.lower(*arguments).compile()
 

@@ -10,6 +10,8 @@ from jax.experimental.pallas import triton as _triton
 from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
 
 from pallas_ops import reference as reference
+from pallas_ops.ops.chunk_cumsum_decay import ChunkCumsumDecayConfig as ChunkCumsumDecayConfig
+from pallas_ops.ops.chunk_cumsum_decay import chunk_cumsum_decay as chunk_cumsum_decay
 from pallas_ops.ops.logcumsumexp import LogcumsumexpConfig as LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp import logcumsumexp as logcumsumexp
 from pallas_ops.ops.logcumsumexp import logcumsumexp_with_state as logcumsumexp_with_state

@@ -1,5 +1,6 @@
 """The ops in jax.numpy: the same names and signatures, without `implementation` and `config`."""
 
+from pallas_ops.ops.chunk_cumsum_decay.reference import chunk_cumsum_decay as chunk_cumsum_decay
 from pallas_ops.ops.logcumsumexp.reference import logcumsumexp as logcumsumexp
 from pallas_ops.ops.logcumsumexp.reference import (
     logcumsumexp_with_state as logcumsumexp_with_state,

@@ -42,7 +42,7 @@ class TestedOp:
     integers: Mapping[int, tuple[int, int]]  # the operands that are integers, and their range
     kernels: tuple[str, ...]  # of the forward pass, without `pallas_ops_`
     gradient_kernels: tuple[str, ...]  # and of the backward pass
-    residuals: str  # what `jax.checkpoint` can keep
+    residuals: str | None  # what `jax.checkpoint` can keep, if anything is saved
     split: tuple[str, ...]  # axes that stay sharded
     whole: tuple[str, ...]  # axes that are gathered
 
@@ -180,6 +180,18 @@ def _lrpe_cosine(
     return (out,)
 
 
+def _chunk_cumsum_decay(x: jax.Array, bounds: jax.Array, implementation: Any = None) -> Arrays:
+    out = pallas_ops.chunk_cumsum_decay(
+        x,
+        chunk_size=8,
+        reverse=True,
+        shift="sequence",
+        cu_seqlens=bounds,
+        implementation=implementation,
+    )
+    return (out,)
+
+
 OPS = [
     TestedOp(
         name="tpa_decode",
@@ -221,6 +233,20 @@ OPS = [
         gradient_kernels=("lrpe_cosine_mean", "lrpe_cosine_backward", "lrpe_cosine_theta"),
         residuals=LRPE_COSINE_RESIDUALS,
         split=("b", "h"),
+        whole=("n",),
+    ),
+    TestedOp(
+        name="chunk_cumsum_decay",
+        fn=_chunk_cumsum_decay,
+        operands=("b n c", "s"),
+        results=("b n c",),
+        sizes=dict(b=2, n=21, c=3, s=4),
+        large=dict(b=8, n=32768, c=2048, s=65),
+        integers={1: (0, 21)},  # which the op takes for ascending
+        kernels=("chunk_cumsum_decay",),
+        gradient_kernels=("chunk_cumsum_decay_backward",),
+        residuals=None,
+        split=("b", "c"),
         whole=("n",),
     ),
 ]

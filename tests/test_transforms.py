@@ -96,7 +96,7 @@ def test_remat_keeps_the_named_residuals(rng: Rng, op: TestedOp) -> None:
     xs = op.arguments(rng)
     loss, reference = losses(op, random_weights(rng, op, xs))
     want = jax.grad(reference, op.argnums)(*xs)
-    policy = jax.checkpoint_policies.save_only_these_names(op.residuals)
+    policy = jax.checkpoint_policies.save_only_these_names(op.residuals or "none")
     remats: dict[str, Callable[..., Any]] = dict(
         none=lambda f: f, all=jax.checkpoint, named=partial(jax.checkpoint, policy=policy)
     )
@@ -105,7 +105,7 @@ def test_remat_keeps_the_named_residuals(rng: Rng, op: TestedOp) -> None:
         grad = jax.jit(jax.grad(remat(loss), op.argnums))
         assert_close(grad(*xs), want, terms=TERMS)
         runs[name] = count_runs(op, jax.make_jaxpr(grad)(*xs).jaxpr)
-    assert runs == dict(none=1, all=2, named=1)
+    assert runs == dict(none=1, all=2 if op.residuals else 1, named=1)
 
 
 def count_runs(op: TestedOp, jaxpr: Any) -> int:

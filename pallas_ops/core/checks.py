@@ -2,6 +2,7 @@
 
 import functools
 import numbers
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -57,6 +58,19 @@ def same_floating(arrays: Mapping[str, Any]) -> None:
                 f"{_is(f'{name}.dtype', jnp.dtype(other.dtype).name)}; accepted: that of {first}, "
                 f"{jnp.dtype(x.dtype).name}"
             )
+
+
+def axis(value: Any, shape: tuple[int, ...]) -> int:
+    """An axis of x, counted from the front."""
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{_is('axis', value)}; accepted: an int") from None
+    if not -len(shape) <= index < len(shape):
+        raise ValueError(
+            f"{_is('axis', value)} and x.shape {shape}; accepted: -x.ndim <= axis < x.ndim"
+        )
+    return index % len(shape)
 
 
 def integers(name: str, x: Any) -> None:

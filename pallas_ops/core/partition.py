@@ -120,19 +120,35 @@ def _explicit(bound: Bound, run: Callable[..., Any], xs: Arrays) -> tuple[jax.Ar
     return unified[: len(results)]
 
 
-def _is_explicit(x: jax.Array) -> bool:
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+def _is_explicit(x: "jax.Array | TypeOf") -> bool:
+    sharding = x.sharding if isinstance(x, TypeOf) else jax.typeof(x).sharding
+    return AxisType.Explicit in sharding.mesh.axis_types
+
+
+@jax.tree_util.register_static
+class TypeOf:
+    """What `like` needs of an operand, for a rule that would save it for nothing else."""
+
+    def __init__(self, x: jax.Array) -> None:
+        self.sharding = jax.typeof(x).sharding
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TypeOf) and self.sharding == other.sharding
+
+    def __hash__(self) -> int:
+        return hash(self.sharding)
 
 
 def like(
-    xs: Sequence[jax.Array | None], operands: Sequence[jax.Array | None]
+    xs: Sequence[jax.Array | None], operands: Sequence[jax.Array | TypeOf | None]
 ) -> tuple[jax.Array | None, ...]:
     """`xs` with the operands' shardings, where those are of their types: as gradients must be."""
+    types = (x if isinstance(x, TypeOf) else None if x is None else TypeOf(x) for x in operands)
     return tuple(
-        jax.sharding.reshard(x, jax.typeof(operand).sharding)
-        if x is not None and operand is not None and _is_explicit(operand)
+        jax.sharding.reshard(x, of.sharding)
+        if x is not None and of is not None and _is_explicit(of)
         else x
-        for x, operand in zip(xs, operands, strict=False)
+        for x, of in zip(xs, types, strict=False)
     )
 
 

@@ -9,16 +9,24 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import logcumsumexp, lrpe_cosine, md_lrpe_cosine, suite, tpa_decode
+from benchmarks import (
+    chunk_cumsum_decay,
+    logcumsumexp,
+    lrpe_cosine,
+    md_lrpe_cosine,
+    suite,
+    tpa_decode,
+)
 from benchmarks.cases import Benchmark
 
 SMALLEST: dict[str, dict[str, Sequence[Any]]] = {
     "tpa_decode": {"batch": (1,), "m": (80,)},
     "logcumsumexp": {"where": ("few",), "batch": (1,), "dim": (1,), "n": (5,)},
     "lrpe_cosine": {"what": ("act_softmax-dim_-1",), "n": (2,)},
+    "chunk_cumsum_decay": {"where": ("b16-d128-packed",), "n": (3,)},
     "md_lrpe_cosine": {"dims": (2,), "prefix": (1,), "n": (1,)},
 }
-MODULES = (tpa_decode, logcumsumexp, lrpe_cosine, md_lrpe_cosine)
+MODULES = (tpa_decode, logcumsumexp, chunk_cumsum_decay, lrpe_cosine, md_lrpe_cosine)
 BENCHMARKS = [module.BENCHMARK for module in MODULES]
 every_benchmark = pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda b: b.op)
 
@@ -83,6 +91,20 @@ def test_md_lrpe_cosine_has_the_tables_of_its_seeds() -> None:
     }
     names = [provider.name for provider in benchmark.providers]
     assert names == ["Pallas", "Pallas Ca", "jnp", "jit"]
+
+
+def test_chunk_cumsum_decay_has_the_tables_of_its_seeds() -> None:
+    benchmark = chunk_cumsum_decay.BENCHMARK
+    assert benchmark.grid["n"] == [1024, 2048, 4096, 8192, 16384, 32768]
+    cases = (benchmark.case(jnp.bfloat16, where=where, n=1024) for where in benchmark.grid["where"])
+    titles = [case.title.format(metric="speed", mode="fwd", dtype="bf16") for case in cases]
+    assert titles[:8] == [
+        f"chunk_cumsum_decay-speed-fwd-b{b}-h16-d{d}-reverse_{reverse}-bf16"
+        for reverse in (False, True)
+        for b in (4, 16)
+        for d in (1, 128)
+    ]
+    assert len(set(titles)) == len(titles)
 
 
 @every_benchmark

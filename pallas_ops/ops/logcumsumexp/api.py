@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import operator
 from typing import Any
 
 import jax
@@ -109,7 +108,7 @@ def _check(
     checks.instance("config", config, LogcumsumexpConfig)
     shape, dtype = x
     checks.same_floating({"x": jax.ShapeDtypeStruct(shape, dtype)})
-    axis = _axis(axis, shape)
+    axis = checks.axis(axis, shape)
     if not isinstance(reverse, bool):
         raise TypeError(f"reverse is {reverse!r}; accepted: True or False")
     clip = checks.number_or_none("clip", clip)
@@ -128,18 +127,6 @@ def _check(
         implementation=checks.kernel_or_reference(implementation, dtype, sizes),
         config=config,
     )
-
-
-def _axis(axis: Any, shape: tuple[int, ...]) -> int:
-    try:
-        index = operator.index(axis)
-    except TypeError:
-        raise TypeError(f"axis is {axis!r}; accepted: an int") from None
-    if not -len(shape) <= index < len(shape):
-        raise ValueError(
-            f"axis is {axis!r} and x.shape {shape}; accepted: -x.ndim <= axis < x.ndim"
-        )
-    return index % len(shape)
 
 
 def _check_initial(shape: tuple[int, ...], dtype: Any, want: tuple[int, ...]) -> None:

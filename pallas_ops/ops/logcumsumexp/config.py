@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from pallas_ops.core.tiles import power_of_two
+
 PARALLEL_ELEMENTS = 2048  # of a tile: 64 a lane of one warp
 
 
@@ -52,11 +54,6 @@ class Sizes:
     c: int
     last: bool
     itemsize: int
-
-
-def power_of_two(size: int) -> int:
-    """The least that holds `size`."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def choose_block_n(n: int, c: int) -> int:

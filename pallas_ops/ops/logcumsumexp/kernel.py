@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core.launch import launch
+from pallas_ops.core.tiles import Ref, power_of_two, span
 from pallas_ops.core.triton_ext import pipelined, scan
 from pallas_ops.ops.logcumsumexp import kernel_recurrence
-from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, power_of_two
+from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.sums import (
     add_pairs,
     exponentials,
@@ -30,7 +31,7 @@ from pallas_ops.ops.logcumsumexp.sums import (
     too_wide,
     total_of,
 )
-from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Plan, Ref, Tile, plan_of, span
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Plan, Tile, plan_of
 
 
 def forward(

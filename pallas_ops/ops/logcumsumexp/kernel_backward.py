@@ -18,9 +18,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core.fastmath import exp2
 from pallas_ops.core.launch import launch
+from pallas_ops.core.tiles import Ref, power_of_two, span
 from pallas_ops.core.triton_ext import pipelined, scan
 from pallas_ops.ops.logcumsumexp import kernel_recurrence
-from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, power_of_two
+from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.sums import (
     LOG2E,
     exponentials,
@@ -34,7 +35,7 @@ from pallas_ops.ops.logcumsumexp.sums import (
     too_wide,
     total_of,
 )
-from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Plan, Ref, Tile, plan_of, span
+from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Plan, Tile, plan_of
 
 Refs = tuple[Ref, Ref, Ref | None]  # x, do, dx; nothing to store without dx
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ops.core.fastmath import exp2
+from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp.sums import LOG2E, finite, inverse, log_of
-from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Ref, Tile
+from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Tile
 
 
 def forward(

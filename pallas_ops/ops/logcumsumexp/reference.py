@@ -10,10 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-
-def wide(dtype: Any) -> Any:
-    """What is computed in: float32, and float64 for float64."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+from pallas_ops.core.dtypes import wide
 
 
 def logcumsumexp(

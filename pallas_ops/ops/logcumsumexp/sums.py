@@ -10,8 +10,9 @@ from jax import lax
 
 from pallas_ops.core import launch
 from pallas_ops.core.fastmath import exp2, log2, multiply_add, reciprocal
+from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Ref, Tile
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Tile
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import launch
-from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Sizes, choose, power_of_two
+from pallas_ops.core.tiles import Ref, power_of_two, span
+from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Sizes, choose
 
-Ref = Any
 Pair = tuple[jax.Array, jax.Array]
 
 HUGE = float(jnp.finfo(jnp.float32).max)
@@ -204,10 +204,6 @@ def _both(a: jax.Array | None, b: jax.Array | None, shape: tuple[int, ...]) -> j
         return None
     masks = [jnp.broadcast_to(x, shape) for x in (a, b) if x is not None]
     return masks[0] if len(masks) == 1 else masks[0] & masks[1]
-
-
-def span(size: int) -> jax.Array:
-    return jnp.arange(size, dtype=jnp.int32)
 
 
 def clamp(x: jax.Array, limit: float | None) -> jax.Array:

@@ -141,7 +141,7 @@ def _rotate(
     positions: jax.Array | None,
     *statics: Any,
 ) -> jax.Array:
-    signatures = (_signature(y) for y in (x, theta, offset, positions))
+    signatures: list[Any] = [_signature(y) for y in (x, theta, offset, positions)]
     params = refusals.params(*signatures, *statics)
     return _run(x, theta, offset, positions, params=params)  # type: ignore[no-any-return]
 

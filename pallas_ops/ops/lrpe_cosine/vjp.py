@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_ops.core.dispatch import Implementation, Op
-from pallas_ops.core.partition import call, like
+from pallas_ops.core.partition import TypeOf, call, like
 from pallas_ops.ops.lrpe_cosine import kernel, kernel_theta
 from pallas_ops.ops.lrpe_cosine import reference as meaning
 from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
@@ -247,24 +247,24 @@ def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
     moves = [() if moved else None for moved in (theta_moves, positions_move)]
     needs_x = p.act != "none" or theta_moves or positions_move
     x, *where = operands
-    return out, (x if needs_x else None, where, columns, cached, moves)
+    return out, (TypeOf(primals[0].value), x if needs_x else None, where, columns, cached, moves)
 
 
 def _backward(p: Params, saved, dout):  # type: ignore[no-untyped-def]
-    x, where, columns, cached, (theta_moves, positions_move) = saved
+    of_x, x, where, columns, cached, (theta_moves, positions_move) = saved
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
     shape = (*dout.shape[:3], dout.shape[4])
     _, _, backward, theta = ops_of(p, jax.ShapeDtypeStruct(shape, dout.dtype), *where)
     static = {"implementation": p.implementation, **p.static}
-    of_x = None if p.act == "none" else x
-    (dx,) = call(backward, of_x, dout, *where, cached, *columns, **static)
+    activated = None if p.act == "none" else x
+    (dx,) = call(backward, activated, dout, *where, cached, *columns, **static)
     dtheta = dpositions = None
     if theta_moves is not None:
         (dtheta,) = call(theta, x, dout, *where, *columns, **static)
     if positions_move is not None:
         (dpositions,) = jax.vjp(partial(reference, p, x, *where[:2]), where[2])[1](dout)
-    return like((dx, dtheta, None, dpositions), (x, *where))
+    return like((dx, dtheta, None, dpositions), (of_x, *where))
 
 
 rotate.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_ops.core import checks, vary
 from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.dtypes import wide
 from pallas_ops.ops.tpa_decode import reference, vjp
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, choose
 
@@ -189,7 +190,7 @@ def _run(
     if lengths is not None:
         lengths = jnp.broadcast_to(lengths, aq.shape[:1])
     operands = vary.unify(aq, ak, av, bq, bk, bv, lengths)
-    out_dtype = aq.dtype if axis_name is None else jnp.dtype(reference.wide(aq.dtype))
+    out_dtype = aq.dtype if axis_name is None else jnp.dtype(wide(aq.dtype))
     attention = vjp.reference if params.implementation == "xla" else vjp.attention
     out, lse = attention(params, out_dtype.name, *operands)
     if axis_name is not None:

@@ -19,11 +19,11 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_ops.core.fastmath import exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.matmul import dot
+from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose, tile
 from pallas_ops.ops.tpa_decode.tiles import (
     Keys,
     Plan,
-    Ref,
     Rows,
     flat,
     key_range,
@@ -32,7 +32,6 @@ from pallas_ops.ops.tpa_decode.tiles import (
     per_batch,
     scores,
     sizes,
-    span,
     store,
 )
 

@@ -13,9 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core.matmul import dot
+from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, tile
-
-Ref = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +64,6 @@ def load(ref: Ref, i: jax.Array, j: jax.Array, mask: jax.Array) -> jax.Array:
 
 def store(ref: Ref, value: jax.Array, i: jax.Array, j: jax.Array, mask: jax.Array) -> None:
     plgpu.store(ref.at[i[:, None], j[None, :]], value.astype(ref.dtype), mask=mask)
-
-
-def span(size: int) -> jax.Array:
-    return jnp.arange(size, dtype=jnp.int32)
 
 
 def grouped(groups: int, size: int) -> tuple[jax.Array, jax.Array]:

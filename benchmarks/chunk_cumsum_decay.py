@@ -1,0 +1,172 @@
+"""Running sums that restart at every chunk. `python -m benchmarks.chunk_cumsum_decay --help`"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import command, peers, sweep
+from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
+from pallas_ops import ChunkCumsumDecayConfig, chunk_cumsum_decay, reference
+
+HEADS, SEQUENCES = 16, 61
+FORWARD: dict[str, Any] = dict(reverse=False)
+REVERSE: dict[str, Any] = dict(reverse=True, shift="sequence")  # what the seeds call reverse_True
+
+# Batch, width and options. Packed sequences stand in one row as long as the batch.
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    f"b{b}-d{d}-{name}": (b, d, options)
+    for name, options in (("forward", FORWARD), ("reverse", REVERSE))
+    for b in (4, 16)
+    for d in (1, 128)
+}
+CASES |= {
+    "b16-d128-forward-f32": (16, 128, dict(**FORWARD, dtype="float32")),
+    "b16-d128-reverse-f32": (16, 128, dict(**REVERSE, dtype="float32")),
+    "b16-d128-chunk100": (16, 128, dict(chunk_size=100)),
+    "b16-d128-packed": (16, 128, dict(packed=True)),
+}
+
+
+def case(dtype: Any, *, where: str, n: int) -> Case:
+    b, d, options = CASES[where]
+    bounds = (_bounds(b * n),) if "packed" in options else ()
+    x = jax.ShapeDtypeStruct((1, b * n, HEADS, d) if bounds else (b, n, HEADS, d), dtype)
+    what = "".join(f"-{key}_{value}" for key, value in options.items() if key != "shift")
+    return Case(
+        title=f"chunk_cumsum_decay-{{metric}}-{{mode}}-b{b}-h{HEADS}-d{d}{what}-{{dtype}}",
+        inputs=(x,),
+        reference=_of(reference.chunk_cumsum_decay, where),
+        further=bounds,
+        extra_bytes=-x.size * x.dtype.itemsize,  # the gradient does not read x
+    )
+
+
+def _bounds(n: int) -> np.ndarray[Any, Any]:
+    """Of sequences of very different lengths, one of them empty."""
+    inner = np.sort(np.random.default_rng(0).integers(0, n, SEQUENCES - 2))
+    return np.asarray([0, *inner, inner[-1], n], np.int32)
+
+
+def _of(call: Function, where: str) -> Function:
+    """`call` of x, and of the bounds of packed sequences."""
+    options = {key: value for key, value in CASES[where][2].items() if key != "packed"}
+    run = partial(call, **options)
+    return lambda x, bounds=None: run(x, cu_seqlens=bounds)
+
+
+def provider(name: str, call: Function, note: str, **options: Any) -> Provider:
+    return Provider(name=name, make=lambda *, where, **_: _of(call, where), note=note, **options)
+
+
+def kernel(x: jax.Array, **options: Any) -> jax.Array:
+    return chunk_cumsum_decay(x, implementation=implementation(), **options)
+
+
+# PyTorch
+
+
+def shifted(torch: Any, x: Any, *, shift: str | None = None, reverse: bool = False) -> Any:
+    """The neighbour's x along the sequence, and zero at its end."""
+    if shift is None:
+        return x
+    nothing = torch.zeros_like(x[:, :1])
+    pair = (x[:, 1:], nothing) if reverse else (nothing, x[:, :-1])
+    return torch.cat(pair, dim=1)
+
+
+def torch_cumsum(
+    torch: Any,
+    x: Any,
+    *,
+    reverse: bool = False,
+    shift: str | None = None,
+    chunk_size: int = 128,
+    dtype: str | None = None,
+) -> Any:
+    b, n, *rest = x.shape
+    y = shifted(torch, x.float(), shift=shift, reverse=reverse)
+    more = -n % chunk_size
+    y = torch.cat([y, y.new_zeros(b, more, *rest)], dim=1) if more else y
+    y = y.reshape(b, -1, chunk_size, *rest)
+    y = y.flip(2).cumsum(2).flip(2) if reverse else y.cumsum(2)
+    return y.reshape(b, -1, *rest)[:, :n].to(getattr(torch, dtype) if dtype else x.dtype)
+
+
+def fla_cumsum(
+    torch: Any,
+    x: Any,
+    bounds: Any = None,
+    *,
+    reverse: bool = False,
+    shift: str | None = None,
+    chunk_size: int = 128,
+    dtype: str | None = None,
+) -> Any:
+    call = importlib.import_module("fla.ops.utils").chunk_local_cumsum
+    y = shifted(torch, x, shift=shift, reverse=reverse)
+    out_dtype = getattr(torch, dtype) if dtype else x.dtype
+    y = y.squeeze(-1) if x.shape[-1] == 1 else y
+    out = call(y, chunk_size, reverse=reverse, cu_seqlens=bounds, output_dtype=out_dtype)
+    return out.reshape(x.shape)
+
+
+def peer(name: str, call: Callable[..., Any], note: str, *, compiled: bool = False) -> Provider:
+    def make(torch: Any, *, where: str, **_: Any) -> Function:
+        options = dict(CASES[where][2])
+        if options.pop("packed", False) and call is torch_cumsum:
+            raise NotImplementedError("it knows no packed sequences")
+
+        def function(*tensors: Any) -> Any:
+            return call(torch, *tensors, **options)
+
+        return torch.compile(function) if compiled else function
+
+    return peers.provider(name, make, note)
+
+
+PEERS = [
+    peer("torch", torch_cumsum, "PyTorch: pad, float32, reshape, flip, cumsum"),
+    peer("torch_compile", torch_cumsum, "the same, torch.compile", compiled=True),
+]
+if peers.installed("torch", "fla"):
+    PEERS += [peer("fla", fla_cumsum, "chunk_local_cumsum; a shift is made for it by torch.cat")]
+
+
+def proposals(*, where: str, **_: Any) -> list[Provider]:
+    """Tiles of a chunk, by columns and by what a lane adds up on its own."""
+    narrow = CASES[where][1] == 1
+    configs = sweep.configs(
+        ChunkCumsumDecayConfig,
+        block_n=(128,),
+        block_c=(16,) if narrow else (16, 32, 64),
+        num_chunks=(1, 2) if narrow else (1,),
+        num_steps=(2, 4, 8, 16) if narrow else (8, 16, 32),
+        num_warps=(1, 2, 4),
+    )
+    made = (partial(kernel, config=config) for config in (None, *configs))
+    names = map(sweep.label, (None, *configs))
+    return [provider(name, call, "", kernel=True) for name, call in zip(names, made, strict=True)]
+
+
+BENCHMARK = Benchmark(
+    op="chunk_cumsum_decay",
+    case=case,
+    providers=(
+        provider("pallas", kernel, "the default: chosen by shape", kernel=True),
+        provider("jnp", reference.chunk_cumsum_decay, "the reference, eager", jit=False),
+        provider("jit", reference.chunk_cumsum_decay, "the reference, jitted"),
+        *(PEERS if peers.installed("torch") else ()),
+    ),
+    x="n",
+    grid={"where": tuple(CASES), "n": [2**k for k in range(10, 16)]},
+    quick={"where": ("b4-d1-forward", "b16-d128-forward", "b16-d128-reverse"), "n": (1024, 32768)},
+    small={"where": ("b4-d1-forward", "b4-d1-reverse"), "n": (64, 200)},
+    proposals=proposals,
+)
+
+if __name__ == "__main__":
+    command.main(BENCHMARK)

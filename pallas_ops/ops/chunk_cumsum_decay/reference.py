@@ -1,0 +1,123 @@
+"""What chunk_cumsum_decay means, in jax.numpy."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ops.core.dtypes import wide
+
+Shift = Literal["chunk", "sequence"]
+
+
+def chunk_cumsum_decay(
+    x: jax.Array,
+    *,
+    axis: int = 1,
+    chunk_size: int = 128,
+    reverse: bool = False,
+    shift: Shift | None = None,
+    scale: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    dtype: Any = None,
+) -> jax.Array:
+    """Sums of scale * x that restart at every chunk; see `pallas_ops.chunk_cumsum_decay`."""
+    out = accumulate(
+        x,
+        cu_seqlens,
+        axis=range(x.ndim)[axis],
+        chunk_size=chunk_size,
+        reverse=reverse,
+        shift=shift,
+        scale=scale,
+    )
+    return out.astype(dtype or x.dtype)
+
+
+def accumulate(
+    x: jax.Array,
+    cu_seqlens: jax.Array | None,
+    *,
+    axis: int,
+    chunk_size: int,
+    reverse: bool,
+    shift: Shift | None,
+    scale: float | None,
+    late: bool = False,
+) -> jax.Array:
+    """The output in float32 (float64). A late shift is of the sums: the transpose of one of x."""
+    n = x.shape[axis]
+    chunk_size = max(1, min(chunk_size, n))
+    y = x.astype(wide(x.dtype))
+    y = y if scale is None else y * scale
+    if cu_seqlens is not None:
+        return _packed(y, cu_seqlens, axis, chunk_size, reverse, shift, late)
+    if shift == "sequence" and not late:
+        y = previous(y, axis, reverse)
+    num_chunks = -(-n // chunk_size)
+    y = _pad(y, axis, 0, num_chunks * chunk_size - n)
+    y = y.reshape(*y.shape[:axis], num_chunks, chunk_size, *y.shape[axis + 1 :])
+    if shift == "chunk":
+        y = previous(y, axis + 1, reverse)
+    y = lax.cumsum(y, axis + 1, reverse=reverse)
+    y = y.reshape(*x.shape[:axis], num_chunks * chunk_size, *x.shape[axis + 1 :])
+    y = lax.slice_in_dim(y, 0, n, axis=axis)
+    return previous(y, axis, reverse) if late else y
+
+
+def previous(y: jax.Array, axis: int, reverse: bool) -> jax.Array:
+    """What a sum meets just before each position, and 0 before the first."""
+    return _pad(y, axis, -1, 1) if reverse else _pad(y, axis, 1, -1)
+
+
+def _pad(y: jax.Array, axis: int, low: int, high: int) -> jax.Array:
+    if not y.shape[axis]:
+        return y
+    widths = [(low, high, 0) if i == axis else (0, 0, 0) for i in range(y.ndim)]
+    return lax.pad(y, jnp.zeros((), y.dtype), widths)
+
+
+def edges(cu_seqlens: jax.Array, n: int) -> jax.Array:
+    """[S + 3]: where S sequences begin and end, between what is before and what is behind them."""
+    inside = lax.cummax(jnp.clip(cu_seqlens.astype(jnp.int32), 0, n))
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), inside, jnp.full(1, n, jnp.int32)])
+
+
+def among(ends: jax.Array, i: jax.Array) -> jax.Array:
+    """How many of the ascending `ends` are at most i."""
+    return jnp.searchsorted(ends, i, side="right", method="scan_unrolled").astype(jnp.int32)
+
+
+def _packed(
+    y: jax.Array,
+    cu_seqlens: jax.Array,
+    axis: int,
+    chunk_size: int,
+    reverse: bool,
+    shift: Shift | None,
+    late: bool,
+) -> jax.Array:
+    n, bounds = y.shape[axis], edges(cu_seqlens, y.shape[axis])
+    i = jnp.arange(n, dtype=jnp.int32)
+    sequence = among(bounds[1:-1], i)
+    low, high = bounds[sequence], bounds[sequence + 1]
+    offset = (i - low) % chunk_size
+
+    def along(flags: jax.Array) -> jax.Array:
+        return lax.expand_dims(flags, [j for j in range(y.ndim) if j != axis])
+
+    edge = along(i + 1 == high if reverse else i == low)  # the first of its sequence to be met
+    ahead = (offset == chunk_size - 1) | (i + 1 == high) if reverse else offset == 0
+    first = along(ahead)  # the first of its chunk
+    y = jnp.where(along((sequence > 0) & (sequence < bounds.size - 2)), y, 0)
+    if shift and not late:
+        y = jnp.where(first if shift == "chunk" else edge, 0, previous(y, axis, reverse))
+    _, y = lax.associative_scan(_restarting, (first, y), axis=axis, reverse=reverse)
+    return jnp.where(edge, 0, previous(y, axis, reverse)) if late else y
+
+
+def _restarting(before: Any, after: Any) -> Any:
+    """Sums of two stretches, and whether a chunk begins in them."""
+    (first, total), (restarts, own) = before, after
+    return first | restarts, jnp.where(restarts, own, total + own)

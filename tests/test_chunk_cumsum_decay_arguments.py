@@ -1,0 +1,126 @@
+"""What chunk_cumsum_decay refuses, how it chooses its launch, and what that compiles to."""
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_ops
+from pallas_ops import ChunkCumsumDecayConfig
+from pallas_ops.ops.chunk_cumsum_decay.config import Sizes, choose
+from tests import h200
+from tests.chunk_cumsum_decay import Rng, arguments, pulled, truth
+from tests.support import assert_close, case
+
+# Refusals
+
+REFUSED = [
+    (dict(x=jnp.zeros((2, 3), jnp.int32)), TypeError, "x.dtype is 'int32'; accepted: bfloat16"),
+    (dict(x=jnp.zeros(3)), ValueError, r"axis is 1 and x.shape \(3,\); accepted: -x.ndim <= axis"),
+    (dict(axis=1.0), TypeError, "axis is 1.0; accepted: an int"),
+    (dict(chunk_size=0), ValueError, "chunk_size is 0; accepted: an int >= 1"),
+    (dict(chunk_size=True), ValueError, "chunk_size is True; accepted: an int >= 1"),
+    (dict(reverse=1), TypeError, "reverse is 1; accepted: True or False"),
+    (dict(shift="left"), ValueError, "shift is 'left'; accepted: None, 'chunk', 'sequence'"),
+    (dict(scale="1"), TypeError, "scale is '1'; accepted: a Python or NumPy real number"),
+    (dict(scale=float("inf")), ValueError, "scale is inf; accepted: None or a finite number"),
+    (dict(dtype="int8"), TypeError, "dtype is 'int8'; accepted: None, bfloat16"),
+    (dict(dtype="half-ish"), TypeError, "dtype is .*half-ish.*; accepted: None, bfloat16"),
+    (dict(cu_seqlens=jnp.zeros(2)), TypeError, "cu_seqlens.dtype is 'float32'; accepted: integers"),
+    (dict(cu_seqlens=jnp.zeros((2, 2), int)), ValueError, r"cu_seqlens.shape is \(2, 2\)"),
+    (dict(cu_seqlens=jnp.zeros(0, int)), ValueError, r"cu_seqlens.shape is \(0,\).*\(S \+ 1,\)"),
+    (dict(chunk_size=jnp.ones(())), ValueError, r"chunk_size is Array.*; accepted: an int >= 1"),
+    (dict(implementation="cuda"), ValueError, "implementation is 'cuda'; accepted: None, 'triton'"),
+    (dict(config=3), TypeError, "config is 3; accepted: None or a ChunkCumsumDecayConfig"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), REFUSED)
+def test_refusals_say_what_would_be_accepted(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        jax.eval_shape(lambda: pallas_ops.chunk_cumsum_decay(**({"x": jnp.zeros((2, 3))} | change)))
+
+
+def test_a_traced_scale_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"scale is .*to scale by a traced value"):
+        jax.eval_shape(lambda x: pallas_ops.chunk_cumsum_decay(x, scale=x[0, 0]), jnp.zeros((2, 3)))
+
+
+def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None:
+    with jax.enable_x64(True):
+        xs = arguments(rng, (9, 2), jnp.float64)
+        assert_close(pulled(axis=0, chunk_size=4)(*xs), truth(*xs, axis=0, chunk_size=4))
+        for x, dtype in ((xs[0], None), (jnp.zeros((9, 2), jnp.float32), "float64")):
+            with pytest.raises(ValueError, match="'triton', whose kernel does not take float64"):
+                pallas_ops.chunk_cumsum_decay(x, dtype=dtype, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(block_n=24), "block_n is 24; accepted: a power of two"),
+        (dict(num_warps=0), "num_warps is 0; accepted: an int >= 1"),
+        (dict(num_steps=8), "num_steps is 8; accepted: at most block_n, 4"),
+    ],
+)
+def test_config_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChunkCumsumDecayConfig(**({"block_n": 4} | change))
+
+
+# Config
+
+
+@pytest.mark.parametrize("c", [1, 2, 64, 2048, 10**6])
+@pytest.mark.parametrize("chunk_size", [1, 3, 100, 128, 5000])
+@pytest.mark.parametrize("b", [1, 16])
+def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
+    s = Sizes(b=b, n=32768, c=c, chunks=-(-32768 // chunk_size), chunk_size=chunk_size, itemsize=2)
+    config = choose(s)
+    elements = config.block_n * config.block_c * config.num_chunks
+    assert elements <= 128 * 32 * config.num_warps
+    programs = -(-c // config.block_c) * -(-b * s.chunks // config.num_chunks)
+    assert config.num_chunks == 1 or programs >= 32 * 132
+
+
+H200 = [
+    case(shape=(16, 32768, 2048)),
+    case(shape=(16, 32768, 2048), dtype=jnp.float32),
+    case(shape=(16, 32768, 2048), reverse=True, shift="sequence"),
+    case(shape=(16, 32768, 16)),
+    case(shape=(4, 1024, 16), reverse=True),
+    case(shape=(16, 32768, 2048), chunk_size=1000),
+    case(shape=(2048, 32768), chunk_size=128, reverse=True),
+    case(shape=(2048, 32768), chunk_size=3),
+    case(shape=(999, 1001), axis=0, chunk_size=100, shift="chunk"),
+    case(shape=(16, 32768, 2048), packed=True, shift="sequence"),
+]
+
+
+@pytest.mark.parametrize("case", H200)
+def test_compiles_for_h200_without_copies(case: dict[str, Any]) -> None:
+    options = {k: v for k, v in case.items() if k not in ("shape", "packed")}
+    x = jax.ShapeDtypeStruct(case["shape"], jnp.bfloat16)
+    do = jax.ShapeDtypeStruct(case["shape"], options.get("dtype", jnp.bfloat16))
+    bounds = [jax.ShapeDtypeStruct((65,), jnp.int32)] * ("packed" in case)
+    fn = partial(pulled, implementation=None, **options)()
+    program = h200.compile_for_h200(fn, x, do, *bounds)
+    ours = [kernel for kernel in program.kernels if kernel.name.startswith("pallas_ops")]
+    assert len(ours) == 2
+    assert all(kernel.spill_bytes <= 32 for kernel in ours)
+    assert program.memory.temp_size_in_bytes < 2**20
+
+
+def test_offsets_beyond_two_to_the_31() -> None:
+    """Between rows, and within one that is longer than the card can hold."""
+    for shape, stride in (((33, 2**20, 128), 2**27), ((1, 2**26 + 1, 128), 2 * 128)):
+        fn = pulled(None, chunk_size=100)
+        x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        texts = h200.compile_for_h200(fn, x, x).ptx
+        assert len(texts) == 2
+        assert all(re.search(rf"mul\.wide\.[su]32\s.*, {stride};", text) for text in texts)
