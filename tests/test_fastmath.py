@@ -105,7 +105,8 @@ def test_the_instructions_for_angles_are_right(
     def emulated(instruction: str, *xs: Any) -> jax.Array:
         wide = [np.asarray(x, np.float32).astype(np.float64) for x in xs]
         kind = instruction.partition(".")[0]
-        of = {"mul": np.multiply, "fma": lambda x, y, z: x * y + z, "sin": np.sin, "cos": np.cos}
+        of: dict[str, Any] = {"mul": np.multiply, "sin": np.sin, "cos": np.cos}
+        of["fma"] = lambda x, y, z: x * y + z
         return jnp.asarray(of[kind](*wide).astype(np.float32))
 
     monkeypatch.setattr(fastmath, "_ptx", emulated)

@@ -169,13 +169,15 @@ def test_extremes_stay_where_they_are(rng: Rng) -> None:
 
 
 def test_gradients_that_nobody_asked_for_cost_nothing(rng: Rng) -> None:
-    """Without an activation, x's gradient saves no array but theta."""
+    """Without an activation, x's gradient saves no array but theta; theta's has no use for x's."""
     (x, theta), _ = inputs(rng, width=10)
     pull = jax.vjp(lambda x: pallas_ops.lrpe_cosine(x, theta, implementation=KERNEL), x)[1]
     assert sum(leaf.size for leaf in jax.tree.leaves(pull)) <= theta.size
     pulled = str(jax.make_jaxpr(pull)(jnp.ones((2, 37, 3, 20))))
     assert "lrpe_cosine_backward" in pulled
     assert "lrpe_cosine_theta" not in pulled
+    pull = jax.vjp(lambda theta: pallas_ops.lrpe_cosine(x, theta, implementation=KERNEL), theta)[1]
+    assert "lrpe_cosine_backward" not in str(jax.make_jaxpr(pull)(jnp.ones((2, 37, 3, 20))))
 
 
 def test_real_positions_have_a_gradient(rng: Rng) -> None:

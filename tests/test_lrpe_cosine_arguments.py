@@ -36,6 +36,7 @@ SEQUENCE = LrpeCosineConfig(block_n=4, block_d=4)
         (dict(act="gelu"), ValueError, "act is 'gelu'; accepted: 'none', 'relu', 'sigmoid'"),
         (dict(act="silu", axis=1), ValueError, "axis is 1 and act 'silu'; accepted: None"),
         (dict(act="softmax"), ValueError, r"axis is None; accepted, for a softmax: 3 or -1"),
+        (dict(act="softmax", axis=True), ValueError, "axis is True; accepted, for a softmax"),
         (dict(act="softmax", axis=2), ValueError, r"axis is 2; accepted.* 1 or -3 \(the seq"),
         (dict(implementation="cuda"), ValueError, "implementation is 'cuda'; accepted: None"),
         (dict(config=3), TypeError, "config is 3; accepted: None or a LrpeCosineConfig"),

@@ -77,10 +77,11 @@ def _nearest_quarter(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _polynomial(x: jax.Array, *coefficients: float) -> jax.Array:
     """The lowest power's coefficient comes first."""
-    *others, result = coefficients
+    *others, before_last, last = coefficients
+    result = multiply_add(x, last, before_last)
     for coefficient in reversed(others):
         result = multiply_add(x, result, coefficient)
-    return jnp.asarray(result)
+    return result
 
 
 def _flip(x: jax.Array, sign: jax.Array) -> jax.Array:

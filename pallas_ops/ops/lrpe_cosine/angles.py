@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import fastmath
-from pallas_ops.ops.lrpe_cosine.tiles import Plan, Ref, Tile, both, load_at
+from pallas_ops.core.tiles import Ref, both
+from pallas_ops.ops.lrpe_cosine.tiles import Plan, Tile, load_at
 
 
 @dataclasses.dataclass(frozen=True)

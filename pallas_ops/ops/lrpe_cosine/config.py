@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from pallas_ops.core.tiles import power_of_two
+
 WIDEST = 4096  # features that one tile can hold
 BUNCH = 8  # tiles that a walk loads at a time
 
@@ -64,11 +66,6 @@ class Sizes:
     n: int
     h: int
     d: int
-
-
-def power_of_two(size: int) -> int:
-    """The least that holds `size`."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def choose(s: Sizes, *, backward: bool = False) -> LrpeCosineConfig:

@@ -13,11 +13,12 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.launch import launch
+from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.ops.lrpe_cosine import kernel_block, kernel_theta
 from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_SEQUENCE, activate, pull
 from pallas_ops.ops.lrpe_cosine.angles import Angles
 from pallas_ops.ops.lrpe_cosine.config import choose
-from pallas_ops.ops.lrpe_cosine.tiles import Plan, Ref, plan_of, whole
+from pallas_ops.ops.lrpe_cosine.tiles import Plan, plan_of
 from pallas_ops.ops.lrpe_cosine.walk import Operands
 
 

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_SEQUENCE, Column, activate, pull
 from pallas_ops.ops.lrpe_cosine.angles import Angles
-from pallas_ops.ops.lrpe_cosine.tiles import Plan, Ref, Tile
+from pallas_ops.ops.lrpe_cosine.tiles import Plan, Tile
 from pallas_ops.ops.lrpe_cosine.walk import Operands, Walk, launch_walk, parts_of
 
 

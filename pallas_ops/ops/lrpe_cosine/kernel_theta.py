@@ -10,10 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core.launch import launch
+from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.ops.lrpe_cosine.activation import activate
 from pallas_ops.ops.lrpe_cosine.angles import Angles
 from pallas_ops.ops.lrpe_cosine.config import choose_sums
-from pallas_ops.ops.lrpe_cosine.tiles import Plan, Ref, Tile, place_of, plan_of, whole
+from pallas_ops.ops.lrpe_cosine.tiles import Plan, Tile, place_of, plan_of
 from pallas_ops.ops.lrpe_cosine.walk import Walk, launch_walk, parts_of
 
 

@@ -165,7 +165,7 @@ def _act(act: str, axis: int | None, rank: int, layout: str) -> str:
         return act
     sequence = 2 if layout == "BHND" else 1
     names = {rank - 1: SOFTMAX_FEATURES, sequence: SOFTMAX_SEQUENCE}
-    found = axis % rank if isinstance(axis, int) and -rank <= axis < rank else None
+    found = axis % rank if axis is not None and _is_index(axis) and -rank <= axis < rank else None
     if found not in names:
         raise ValueError(
             f"axis is {axis!r}; accepted, for a softmax: {rank - 1} or -1 (the features), "

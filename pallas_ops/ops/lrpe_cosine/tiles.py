@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_ops.core.tiles import Ref, both, span
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_SEQUENCE, Column
 from pallas_ops.ops.lrpe_cosine.config import (
@@ -23,13 +24,6 @@ from pallas_ops.ops.lrpe_cosine.config import (
     choose,
     choose_columns,
 )
-
-Ref = Any
-
-
-def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    """All of an array, for every program."""
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,12 +180,3 @@ def place_of(ref: Ref, index: tuple[Any, ...]) -> Any:
     at = [jnp.reshape(jnp.asarray(i, jnp.int32), (1, 1)) if jnp.ndim(i) == 0 else i for i in index]
     shape = jnp.broadcast_shapes(*(i.shape for i in at))
     return ref.at[tuple(jnp.broadcast_to(i, shape) for i in at)]
-
-
-def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
-    """a & b, where None is true everywhere."""
-    return a if b is None else b if a is None else a & b
-
-
-def span(size: int) -> jax.Array:
-    return jnp.arange(size, dtype=jnp.int32)
