@@ -180,6 +180,24 @@ def test_gradients_that_nobody_asked_for_cost_nothing(rng: Rng) -> None:
     assert "lrpe_cosine_backward" not in str(jax.make_jaxpr(pull)(jnp.ones((2, 37, 3, 20))))
 
 
+@pytest.mark.parametrize("act", ["none", "silu"])
+def test_a_jitted_function_has_the_gradients_asked_for(rng: Rng, act: Any) -> None:
+    """Also if others were asked for before: JAX keeps something of those."""
+    (x, theta), _ = inputs(rng, width=10, n=2)
+    dout = random_array(rng, (2, 2, 3, 20))
+    run, own = kernel(act=act), reference(act=act)
+
+    def mapped(*xs: jax.Array) -> jax.Array:
+        each: jax.Array = jax.lax.map(lambda xs: run(*xs), jax.tree.map(lambda x: x[None], xs))
+        return each[0]
+
+    def gradient(fn: Any, argnums: tuple[int, ...]) -> Any:
+        return jax.grad(lambda *xs: jnp.vdot(fn(*xs), dout), argnums)(x, theta)
+
+    for fn, argnums in ((mapped, (0, 1)), (run, (1,)), (run, (0,)), (run, (0, 1))):
+        assert_close(gradient(fn, argnums), gradient(own, argnums), terms=60)
+
+
 def test_real_positions_have_a_gradient(rng: Rng) -> None:
     xs, _ = inputs(rng, width=10, b=2)
     positions = random_array(rng, (2, 37))
@@ -215,20 +233,6 @@ def test_no_heads_is_one_head(rng: Rng) -> None:
     (x, theta), _ = inputs(rng, width=10, heads=1)
     got = kernel()(x[:, :, 0], theta)
     assert_close(got, kernel()(x[:, :, :1], theta)[:, :, 0], scale=1.0)
-
-
-def test_a_traced_offset_compiles_once(rng: Rng) -> None:
-    xs, _ = inputs(rng, width=10)
-    traces = []
-
-    @jax.jit
-    def run(offset: Any) -> jax.Array:
-        traces.append(offset)
-        return pallas_ops.lrpe_cosine(*xs, offset=offset)
-
-    for offset in (0, 7, -3):
-        assert_close(run(offset), reference(offset=offset)(*xs), scale=1.0)
-    assert len(traces) == 1
 
 
 def test_grad_of_grad(rng: Rng) -> None:

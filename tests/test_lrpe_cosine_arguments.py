@@ -114,6 +114,20 @@ def test_offsets_may_be_of_any_integers() -> None:
             assert_close(pallas_ops.lrpe_cosine(x, THETA, offset=offset), want)
 
 
+def test_a_traced_offset_compiles_once() -> None:
+    traces = []
+
+    @jax.jit
+    def run(offset: Any) -> jax.Array:
+        traces.append(offset)
+        return pallas_ops.lrpe_cosine(X, THETA, offset=offset)
+
+    for offset in (0, 7, -3):
+        want = pallas_ops.reference.lrpe_cosine(X, THETA, offset=offset)
+        assert_close(run(offset), want, scale=1.0)
+    assert len(traces) == 1
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 3, 10), (2, 0, 3, 10), (2, 4, 0, 10), (2, 4, 3, 0)])
 def test_empty_arrays(shape: tuple[int, ...]) -> None:
     x, theta = jnp.ones(shape), jnp.ones((1, 1))

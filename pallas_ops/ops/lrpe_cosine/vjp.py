@@ -133,34 +133,42 @@ def rotate(
 
 
 def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
-    operands = [None if y is None else y.value for y in primals]
-    x_moves, theta_moves, _, positions_move = (y is not None and y.perturbed for y in primals)
+    operands: list[Any] = [None if y is None else y.value for y in primals]
+    moves = x_moves, theta_moves, _, positions_move = _moves(primals)
     saving = ops_of(p, *operands)[1]
     out, *saved = call(saving, *operands, implementation=p.implementation, **p.static)
     named = [checkpoint_name(y, RESIDUALS) for y in saved]
     columns = named[:2] if p.act == SOFTMAX_SEQUENCE else [None, None]
     cached = named[-1] if len(named) % 2 else None
-    # What was perturbed is said by what is there: an empty tuple is, None is not.
-    moves = [() if moved else None for moved in (x_moves, theta_moves, positions_move)]
-    needs_x = p.act != "none" or theta_moves or positions_move
     x, *where = operands
-    return out, (TypeOf(primals[0].value), x if needs_x else None, where, columns, cached, moves)
+    needs_x = (p.act != "none" and x_moves) or theta_moves or positions_move
+    kept = x if needs_x else jnp.zeros(0, x.dtype)
+    # What moves is said by a shape. The residuals' tree must not: JAX, which traces this once for
+    # each set of moving operands of a jitted function, remembers only the last one's.
+    said = jnp.zeros((0, *map(int, moves)))
+    return out, (TypeOf(x), kept, where, columns, cached, said)
+
+
+def _moves(primals: Any) -> tuple[bool, ...]:
+    """Which operands have a gradient asked for."""
+    return tuple(y is not None and y.perturbed for y in primals)
 
 
 def _backward(p: Params, saved, dout):  # type: ignore[no-untyped-def]
-    of_x, x, where, columns, cached, (x_moves, theta_moves, positions_move) = saved
+    of_x, x, where, columns, cached, said = saved
+    x_moves, theta_moves, _, positions_move = said.shape[1:]
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
     shape = (*dout.shape[:3], dout.shape[4])
     _, _, backward, theta = ops_of(p, jax.ShapeDtypeStruct(shape, dout.dtype), *where)
     static = {"implementation": p.implementation, **p.static}
     dx = dtheta = dpositions = None
-    if x_moves is not None:
+    if x_moves:
         activated = None if p.act == "none" else x
         (dx,) = call(backward, activated, dout, *where, cached, *columns, **static)
-    if theta_moves is not None:
+    if theta_moves:
         (dtheta,) = call(theta, x, dout, *where, *columns, **static)
-    if positions_move is not None:
+    if positions_move:
         (dpositions,) = jax.vjp(partial(reference, p, x, *where[:2]), where[2])[1](dout)
     return like((dx, dtheta, None, dpositions), (of_x, *where))
 
