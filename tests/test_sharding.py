@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+import pallas_ops
 from tests import h200
 from tests.ops import (
     OPS,
@@ -25,7 +27,7 @@ from tests.ops import (
     specs,
     words,
 )
-from tests.support import assert_close, value_and_vjp
+from tests.support import assert_close, random_array, value_and_vjp
 
 Rng = np.random.Generator
 
@@ -124,6 +126,22 @@ def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bo
     assert_close((got[0], *(2 * x for x in got[1:])), want[: op.num_floating], terms=TERMS)
     assert_sharded(got, op.operands[: op.num_floating], mesh, layout)
     assert whole or collectives.keys() == summing(op, layout)
+
+
+def test_gradient_of_what_is_not_saved_is_sharded_like_it(rng: Rng) -> None:
+    """Explicitly: lrpe_cosine without an activation keeps the type of x, and not x."""
+    mesh, layout = cpu_mesh(AxisType.Explicit), {"b": "x", "h": "y"}
+    x, theta = random_array(rng, (4, 3, 2, 4)), random_array(rng, (2, 4))
+
+    def loss(implementation: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(pallas_ops.lrpe_cosine(x, theta, implementation=implementation) ** 3)
+
+    want = jax.grad(partial(loss, "xla"))(x)
+    with jax.set_mesh(mesh):
+        (x,) = place(mesh, (x,), ("b n h d",), layout)
+        got = jax.jit(jax.grad(partial(loss, "interpret")))(x)
+    assert_close(got, want)
+    assert_sharded((got,), ("b n h d",), mesh, layout)
 
 
 @every_op

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_ops.core import vary
 from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.dtypes import wide
 from pallas_ops.ops.lrpe_cosine import reference, refusals, vjp
 from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig
 from pallas_ops.ops.lrpe_cosine.reference import Act, Layout
@@ -159,7 +160,7 @@ def _run(
     *,
     params: vjp.Params,
 ) -> jax.Array:
-    theta = theta.astype(reference.wide(x.dtype))
+    theta = theta.astype(wide(x.dtype))
     if positions is not None:
         positions = reference.without_prefix(positions, params.num_prefix_tokens)
         positions = positions.astype(theta.dtype)

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ops.core import phase
+from pallas_ops.core.dtypes import wide
 
 Layout = Literal["BNHD", "BHND"]
 Act = Literal["none", "relu", "sigmoid", "silu", "softmax"]
@@ -116,8 +117,3 @@ def turns(theta: jax.Array, positions: jax.Array, d: int) -> jax.Array:
     theta = theta.reshape((1,) * (positions.ndim - 2) + theta.shape)
     shape = jnp.broadcast_shapes(positions.shape, theta.shape)
     return phase.turns(jnp.broadcast_to(positions, shape), jnp.broadcast_to(theta, shape))
-
-
-def wide(dtype: Any) -> Any:
-    """What is computed in: float32, and float64 for float64."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32

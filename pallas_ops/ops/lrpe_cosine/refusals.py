@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ops.core import checks
 from pallas_ops.core.dispatch import Implementation
@@ -18,8 +19,8 @@ Struct = jax.ShapeDtypeStruct
 ACTS = ("none", "relu", "sigmoid", "silu", "softmax")
 
 
-def offset(value: Any, x: tuple[int, ...], *, given: bool) -> jax.Array | None:
-    """int32 [1] or [B]; None for the number 0."""
+def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
+    """int32 [1] or [B], a number as NumPy's, to run nothing eagerly; None for the number 0."""
     if isinstance(value, bool) or not (hasattr(value, "dtype") or _is_index(value)):
         raise TypeError(f"offset is {value!r}; accepted: an integer or an integer array")
     if not hasattr(value, "dtype") and operator.index(value) == 0:
@@ -30,7 +31,7 @@ def offset(value: Any, x: tuple[int, ...], *, given: bool) -> jax.Array | None:
         value = operator.index(value)
         if abs(value) > 2**30:
             raise ValueError(f"offset is {value}; accepted: -2**30 to 2**30")
-        return jnp.full((1,), value, jnp.int32)
+        return np.full((1,), value, np.int32)
     checks.integers("offset", value)
     if value.shape not in ((), x[:1]):
         raise ValueError(f"offset.shape is {value.shape}; accepted: [] or [B] with B={x[0]}")
