@@ -28,9 +28,9 @@ def dtheta(
     share: jax.Array | None,
     **static: Any,
 ) -> tuple[jax.Array]:
-    """The gradient of theta."""
+    """The gradient of theta, in float32 whatever x is."""
     plan = plan_of(x, **static)
-    plan = dataclasses.replace(plan, c=choose_sums(plan.s))
+    plan = dataclasses.replace(plan, c=choose_sums(plan.s), precise=True)
     operands = (plan.view(x), plan.view(dout), theta, offset, positions, pivot, share)
     parts = [parts_of(plan, plan.parts)]
     (sums,) = launch_walk(_theta_kernel, plan, operands, parts, "lrpe_cosine_theta")
