@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import command
+from benchmarks import command, sweep
 from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
 from pallas_ops import TpaDecodeConfig, reference, tpa_decode
 
@@ -65,6 +65,23 @@ def einsum(
     return jnp.einsum("bnhm,bmh,bme->bnhe", p, av, bv)
 
 
+def proposals(*, batch: int, m: int, **_: Any) -> list[Provider]:
+    """From half a program a multiprocessor to three, of 132, with 32 to 128 keys a step."""
+    splits = sorted({min(-(-m // 32), max(1, round(132 * x / batch))) for x in (0.5, 1, 1.5, 2, 3)})
+    configs = sweep.configs(
+        TpaDecodeConfig,
+        block_h=(HEADS,),
+        block_m=(32, 64, 128),
+        num_splits=splits,
+        num_stages=(2, 3, 4),
+    )
+    return [kernel(sweep.label(c), partial(_always, c), "") for c in (None, *configs)]
+
+
+def _always(config: TpaDecodeConfig | None, **_: int) -> TpaDecodeConfig | None:
+    return config
+
+
 BENCHMARK = Benchmark(
     op="tpa_decode",
     case=case,
@@ -83,6 +100,7 @@ BENCHMARK = Benchmark(
     grid={"batch": (8, 32), "m": [2**k for k in range(8, 16)]},
     quick={"batch": (8,), "m": (256, 2048, 32768)},
     small={"batch": (2,), "m": (64, 256)},
+    proposals=proposals,
 )
 
 if __name__ == "__main__":
