@@ -93,11 +93,7 @@ def proposals(*, what: str, **_: Any) -> list[Provider]:
             block_b=(2, 4, 12),
             num_stages=(1, 3),
         )
-    return [kernel(sweep.label(c), partial(_always, c), "") for c in (None, *tried)]
-
-
-def _always(config: LrpeCosineConfig | None, _: str) -> LrpeCosineConfig | None:
-    return config
+    return [kernel(sweep.label(c), sweep.always(c), "") for c in (None, *tried)]
 
 
 BENCHMARK = Benchmark(

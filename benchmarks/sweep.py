@@ -5,7 +5,7 @@ A person then edits the op's `config.py`; nothing is tuned while users' programs
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -31,6 +31,11 @@ def configs(cls: type[Any], **choices: Sequence[Any]) -> list[Any]:
 def label(config: Any) -> str:
     """A column's name: the config's fields."""
     return "default" if config is None else repr(config).partition("(")[2][:-1]
+
+
+def always(config: Any) -> Callable[..., Any]:
+    """The choice of this config, whatever the case."""
+    return lambda *_, **__: config
 
 
 def run(benchmark: Benchmark, plan: suite.Plan, advance: suite.Advance) -> Iterator[Report]:

@@ -75,11 +75,7 @@ def proposals(*, batch: int, m: int, **_: Any) -> list[Provider]:
         num_splits=splits,
         num_stages=(2, 3, 4),
     )
-    return [kernel(sweep.label(c), partial(_always, c), "") for c in (None, *configs)]
-
-
-def _always(config: TpaDecodeConfig | None, **_: int) -> TpaDecodeConfig | None:
-    return config
+    return [kernel(sweep.label(c), sweep.always(c), "") for c in (None, *configs)]
 
 
 BENCHMARK = Benchmark(
