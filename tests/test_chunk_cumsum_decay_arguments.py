@@ -10,7 +10,11 @@ import pytest
 
 import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
+from pallas_ops.core import launch
+from pallas_ops.core.tiles import whole
+from pallas_ops.ops.chunk_cumsum_decay import vjp
 from pallas_ops.ops.chunk_cumsum_decay.config import Sizes, choose
+from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan
 from tests import h200
 from tests.chunk_cumsum_decay import Rng, arguments, pulled, truth
 from tests.support import assert_close, case
@@ -42,8 +46,11 @@ REFUSED = [
 def test_refusals_say_what_would_be_accepted(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
+    fn = partial(pallas_ops.chunk_cumsum_decay, x=jnp.zeros((2, 3)))
+    for equal in (dict(chunk_size=1), dict(axis=1), dict(reverse=True)):  # these are remembered
+        jax.eval_shape(partial(fn, **equal))
     with pytest.raises(error, match=message):
-        jax.eval_shape(lambda: pallas_ops.chunk_cumsum_decay(**({"x": jnp.zeros((2, 3))} | change)))
+        jax.eval_shape(partial(fn, **change))
 
 
 def test_a_traced_scale_is_refused() -> None:
@@ -124,3 +131,35 @@ def test_offsets_beyond_two_to_the_31() -> None:
         texts = h200.compile_for_h200(fn, x, x).ptx
         assert len(texts) == 2
         assert all(re.search(rf"mul\.wide\.[su]32\s.*, {stride};", text) for text in texts)
+
+
+def test_counts_to_two_to_the_31() -> None:
+    """A chunk that would end beyond it ends with the axis."""
+    n, chunk_size = vjp.TOO_LONG, 2**30
+    s = Sizes(b=1, n=n, c=1, chunks=2, chunk_size=chunk_size, itemsize=2)
+    statics: dict[str, Any] = dict(packed=False, reverse=False, shift=None, late=False, scale=None)
+    plan = Plan(s, ChunkCumsumDecayConfig(block_n=128, num_chunks=2), **statics)
+
+    def kernel(stop_ref: Any) -> None:
+        stop_ref[...] = Chunks(plan, None).stop.reshape(2)
+
+    stops = jax.ShapeDtypeStruct((2,), jnp.int32)
+    with launch.interpreted(True):
+        (stop,) = launch.launch(
+            kernel,
+            name="stops",
+            grid=plan.grid,
+            in_specs=[],
+            out_specs=[whole(stops)],
+            out_shape=[stops],
+            num_warps=1,
+        )
+    assert stop.tolist() == [chunk_size, n]
+
+
+def test_more_rows_than_it_counts_run_the_reference() -> None:
+    fn = jax.vmap(partial(pallas_ops.chunk_cumsum_decay, axis=-1))
+    for rows, is_kernel in ((2**14, True), (2**16, False)):
+        x = jax.ShapeDtypeStruct((2**16, rows, 3), jnp.bfloat16)
+        text = h200.lower_for_cuda(fn, x).as_text()
+        assert ("pallas_ops_chunk_cumsum_decay" in text) == is_kernel

@@ -16,7 +16,6 @@ from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
 from pallas_ops.ops.chunk_cumsum_decay.reference import Shift
 
 SHIFTS = (None, "chunk", "sequence")
-TOO_LONG = 2**31 - 2**16  # what an int32 counts, and some to spare for a tile beyond
 
 
 def chunk_cumsum_decay(
@@ -74,8 +73,8 @@ def chunk_cumsum_decay(
     if cu_seqlens is not None and not isinstance(cu_seqlens, jax.Array):
         cu_seqlens = jnp.asarray(cu_seqlens)
     bounds = None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype)
-    where = (axis, chunk_size, reverse, shift)
-    params = _check((x.shape, x.dtype), bounds, where, scale, _dtype(dtype), implementation, config)
+    sums = (axis, chunk_size, reverse, shift, scale)
+    params = _check((x.shape, x.dtype), bounds, *sums, _dtype(dtype), implementation, config)
     return _run(x, cu_seqlens, params=params)  # type: ignore[no-any-return]
 
 
@@ -91,7 +90,10 @@ def _dtype(dtype: Any) -> Any:
 def _check(
     x: tuple[tuple[int, ...], Any],
     bounds: tuple[tuple[int, ...], Any] | None,
-    where: tuple[Any, Any, Any, Any],
+    axis: int,
+    chunk_size: int,
+    reverse: bool,
+    shift: Shift | None,
     scale: float | None,
     dtype: Any,
     implementation: Implementation | None,
@@ -102,7 +104,6 @@ def _check(
     checks.instance("config", config, ChunkCumsumDecayConfig)
     shape, own = x
     checks.same_floating({"x": jax.ShapeDtypeStruct(shape, own)})
-    axis, chunk_size, reverse, shift = where
     axis = checks.axis(axis, shape)
     integer = isinstance(chunk_size, int | np.integer) and not isinstance(chunk_size, bool)
     if not integer or chunk_size < 1:
@@ -149,7 +150,7 @@ def _implementation(
     for dtype in dtypes:
         implementation = checks.kernel_or_reference(implementation, dtype, sizes)
     parts = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    if max(parts) > TOO_LONG:
+    if max(parts) > vjp.TOO_LONG:
         of = f"{max(parts)} numbers along, before or behind the axis"
         return checks.reference_instead(implementation, of)
     return implementation

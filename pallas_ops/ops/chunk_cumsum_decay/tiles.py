@@ -132,9 +132,10 @@ class Chunks:
         self.live = None
         if table_ref is None:
             self.start = index * s.chunk_size
-            self.stop = self.start + s.chunk_size
-            if s.n % s.chunk_size:
-                self.stop = jnp.minimum(self.stop, s.n)
+            size = jnp.full_like(index, s.chunk_size)
+            if s.n % s.chunk_size:  # what is left is compared: start + size may be beyond int32
+                size = jnp.minimum(size, s.n - self.start)
+            self.stop = self.start + size
             low, high = jnp.zeros_like(index), jnp.full_like(index, s.n)
         else:
             facts = [table_ref.at[jnp.full_like(index, i), index] for i in range(5)]
