@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_ops
@@ -29,6 +30,11 @@ REFUSED = [
     (dict(chunk_size=True), ValueError, "chunk_size is True; accepted: an int >= 1"),
     (dict(reverse=1), TypeError, "reverse is 1; accepted: True or False"),
     (dict(shift="left"), ValueError, "shift is 'left'; accepted: None, 'chunk', 'sequence'"),
+    (dict(shift=np.array(["chunk", "chunk"])), ValueError, r"shift is array\(.*accepted: None"),
+    (dict(implementation=np.array(["xla", "xla"])), ValueError, r"implementation is array\("),
+    (dict(x=jax.random.key(0)), TypeError, "x.dtype is 'key<fry>'; accepted: bfloat16"),
+    (dict(cu_seqlens=jax.random.key(0)), TypeError, "cu_seqlens.dtype is 'key<fry>'; accepted"),
+    (dict(scale=1e39), ValueError, r"scale is 1e\+39; accepted: None or a finite number"),
     (dict(scale="1"), TypeError, "scale is '1'; accepted: a Python or NumPy real number"),
     (dict(scale=float("inf")), ValueError, "scale is inf; accepted: None or a finite number"),
     (dict(dtype="int8"), TypeError, "dtype is 'int8'; accepted: None, bfloat16"),
@@ -65,6 +71,13 @@ def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None
         for x, dtype in ((xs[0], None), (jnp.zeros((9, 2), jnp.float32), "float64")):
             with pytest.raises(ValueError, match="'triton', whose kernel does not take float64"):
                 pallas_ops.chunk_cumsum_decay(x, dtype=dtype, implementation="triton")
+
+
+@pytest.mark.parametrize("dtype", [float, "float64", jnp.float64])
+def test_float64_is_float32_without_x64(rng: Rng, dtype: Any) -> None:
+    xs = arguments(rng, (9, 2))
+    options: dict[str, Any] = dict(axis=0, chunk_size=4)
+    assert_close(pulled("interpret", dtype=dtype, **options)(*xs), truth(*xs, **options))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_ops.core import checks, vary
 from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.dtypes import wide
 from pallas_ops.ops.chunk_cumsum_decay import vjp
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
 from pallas_ops.ops.chunk_cumsum_decay.reference import Shift
@@ -79,9 +80,12 @@ def chunk_cumsum_decay(
 
 
 def _dtype(dtype: Any) -> Any:
-    """In one form, so that it can be hashed; what is not a dtype is left to be refused."""
+    """In one form, so that it can be hashed; what is not a dtype is left to be refused.
+
+    Without JAX's x64 mode, float64 is float32.
+    """
     try:
-        return None if dtype is None else jnp.dtype(dtype)
+        return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     except TypeError:
         return repr(dtype)
 
@@ -110,10 +114,9 @@ def _check(
         raise ValueError(f"chunk_size is {chunk_size!r}; accepted: an int >= 1")
     if not isinstance(reverse, bool):
         raise TypeError(f"reverse is {reverse!r}; accepted: True or False")
-    if not any(shift is None if one is None else shift == one for one in SHIFTS):
-        raise ValueError(f"shift is {shift!r}; accepted: None, 'chunk', 'sequence'")
+    checks.one_of("shift", shift, SHIFTS)
     scale = checks.number_or_none("scale", scale)
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not abs(scale) <= float(jnp.finfo(wide(own)).max):
         raise ValueError(f"scale is {scale!r}; accepted: None or a finite number")
     if dtype is not None and dtype not in checks.FLOAT_DTYPES:
         raise TypeError(
