@@ -119,6 +119,7 @@ H200 = [
     case(shape=(2048, 32768), chunk_size=3),
     case(shape=(999, 1001), axis=0, chunk_size=100, shift="chunk"),
     case(shape=(16, 32768, 2048), packed=True, shift="sequence"),
+    case(shape=(999, 32768, 100), packed=True, chunk_size=2, dtype=jnp.float32),
 ]
 
 

@@ -6,6 +6,7 @@ from pallas_ops.core.tiles import power_of_two
 
 LANE_ELEMENTS = 128  # of a tile with columns: what a lane holds in registers
 FEW_ELEMENTS = 32  # the same along a last axis, and where loads are narrow
+MOST_CHUNKS = 16  # of a tile with columns: of each, where it is takes registers
 MAX_WARPS = 4
 
 
@@ -70,7 +71,8 @@ def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
     block_n = min(power_of_two(s.chunk_size), MAX_WARPS * widest)
     if s.c > 1 and block_n < s.chunk_size:
         block_n = widest  # a loop within one warp: nothing to wait for between tiles
-    num_chunks = max(1, min(widest // block_n, power_of_two(s.b * s.chunks)))
+    most_chunks = widest if s.c == 1 else MOST_CHUNKS
+    num_chunks = max(1, min(widest // block_n, power_of_two(s.b * s.chunks), most_chunks))
     num_warps = max(1, block_n // widest)
     programs = -(-s.c // block_c) * -(-s.b * s.chunks // num_chunks)
     while num_chunks > 1 and programs < 32 * num_sms:
