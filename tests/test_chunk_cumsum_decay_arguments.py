@@ -1,5 +1,6 @@
 """What chunk_cumsum_decay refuses, how it chooses its launch, and what that compiles to."""
 
+import dataclasses
 import re
 from functools import partial
 from typing import Any
@@ -44,6 +45,11 @@ REFUSED = [
     (dict(cu_seqlens=jnp.zeros(0, int)), ValueError, r"cu_seqlens.shape is \(0,\).*\(S \+ 1,\)"),
     (dict(chunk_size=jnp.ones(())), ValueError, r"chunk_size is Array.*; accepted: an int >= 1"),
     (dict(implementation="cuda"), ValueError, "implementation is 'cuda'; accepted: None, 'triton'"),
+    (
+        dict(config=ChunkCumsumDecayConfig(block_n=8, num_parts=2), chunk_size=2),
+        ValueError,
+        "num_parts is 2; accepted: 1",
+    ),
     (dict(config=3), TypeError, "config is 3; accepted: None or a ChunkCumsumDecayConfig"),
 ]
 
@@ -108,7 +114,16 @@ def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
     assert config.num_chunks == 1 or programs >= 32 * 132
 
 
+def test_few_programs_sum_a_chunk_in_parts() -> None:
+    for b, n, c, parts in ((1, 131072, 16, 128), (1, 131072, 2048, 1), (8, 4096, 16, 1)):
+        s = Sizes(b=b, n=n, c=c, chunks=1, chunk_size=n, itemsize=2)
+        assert choose(s).num_parts == parts
+        assert choose(dataclasses.replace(s, chunks=2)).num_parts == 1
+
+
 H200 = [
+    case(shape=(1, 131072, 16), chunk_size=131072, reverse=True, shift="sequence"),
+    case(shape=(2, 100001), chunk_size=100001, axis=1, shift="chunk"),
     case(shape=(16, 32768, 2048)),
     case(shape=(16, 32768, 2048), dtype=jnp.float32),
     case(shape=(16, 32768, 2048), reverse=True, shift="sequence"),

@@ -124,6 +124,8 @@ def _check(
         )
     if bounds is not None:
         _check_bounds(jax.ShapeDtypeStruct(*bounds))
+    if bounds is not None or chunk_size < shape[axis]:
+        _check_parts(config)
     return vjp.Params(
         axis=axis,
         chunk_size=max(1, min(int(chunk_size), shape[axis])),
@@ -134,6 +136,14 @@ def _check(
         implementation=_implementation(implementation, shape, axis, (own, dtype or own)),
         config=config,
     )
+
+
+def _check_parts(config: ChunkCumsumDecayConfig | None) -> None:
+    if config and config.num_parts > 1:
+        raise ValueError(
+            f"config.num_parts is {config.num_parts}; accepted: 1, since not all of the axis is "
+            "one chunk"
+        )
 
 
 def _check_bounds(bounds: jax.ShapeDtypeStruct) -> None:

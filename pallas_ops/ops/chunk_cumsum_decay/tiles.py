@@ -127,7 +127,7 @@ class Chunks:
     def __init__(self, plan: Plan, table_ref: Ref | None) -> None:
         self.plan, s = plan, plan.s
         slot = (pl.program_id(1) * plan.c.num_chunks + span(plan.c.num_chunks))[None, :, None, None]
-        index = lax.rem(slot, jnp.full_like(slot, s.chunks))
+        self.index = index = lax.rem(slot, jnp.full_like(slot, s.chunks))
         self.row = pl.program_id(2) * plan.rows + lax.div(slot, jnp.full_like(slot, s.chunks))
         self.live = None
         if table_ref is None:
