@@ -22,6 +22,7 @@ Ts = TypeVarTuple("Ts")
 def cached(check: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
     """`check`, remembered by its arguments and their types: 1.0 may be refused where 1 is not.
 
+    Within a tuple they are told apart by value alone, so what a caller gives is no part of one.
     What cannot be hashed is checked each time, to be refused in our own words.
     """
     remembered: Any = functools.lru_cache(maxsize=1024, typed=True)(check)
