@@ -119,6 +119,21 @@ def test_every_config_is_the_loop(rng: Rng, config: dict[str, Any], mode: dict[s
     assert_as_good_as_reference(got, pulled("xla", **options)(*xs), truth(*xs, **options))
 
 
+@every_mode
+@pytest.mark.parametrize("case", [case(shape=(2, 45, 3), axis=1), case(shape=(3, 45), axis=-1)])
+def test_parts_are_the_loop(rng: Rng, case: dict[str, Any], mode: dict[str, Any]) -> None:
+    """Of one chunk, with NaN and infinities acting from where they are on."""
+    options: dict[str, Any] = dict(axis=case["axis"], chunk_size=45, scale=0.5, **mode)
+    chosen = ChunkCumsumDecayConfig(block_n=8, num_chunks=4, num_parts=3)
+    x, do = (np.array(y) for y in arguments(rng, case["shape"]))
+    x[0, 20], x[1, 17], x[1, 40] = np.nan, np.inf, -np.inf
+    with np.errstate(invalid="ignore"):
+        want = tuple(
+            0.5 * y for y in truth(x, do, **{k: v for k, v in options.items() if k != "scale"})
+        )
+    assert_close(pulled(KERNEL, config=chosen, **options)(x, do), want, terms=45)
+
+
 PACKED = [[0, 13, 13, 14, 40], [5, 9, 20, 30, 33], [0, 0, 0, 0, 0], [40, 40, 40, 40, 40]]
 
 

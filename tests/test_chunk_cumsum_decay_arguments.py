@@ -1,16 +1,22 @@
 """What chunk_cumsum_decay refuses, how it chooses its launch, and what that compiles to."""
 
+import dataclasses
 import re
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
+from pallas_ops.core import launch
+from pallas_ops.core.tiles import whole
+from pallas_ops.ops.chunk_cumsum_decay import vjp
 from pallas_ops.ops.chunk_cumsum_decay.config import Sizes, choose
+from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan
 from tests import h200
 from tests.chunk_cumsum_decay import Rng, arguments, pulled, truth
 from tests.support import assert_close, case
@@ -25,6 +31,11 @@ REFUSED = [
     (dict(chunk_size=True), ValueError, "chunk_size is True; accepted: an int >= 1"),
     (dict(reverse=1), TypeError, "reverse is 1; accepted: True or False"),
     (dict(shift="left"), ValueError, "shift is 'left'; accepted: None, 'chunk', 'sequence'"),
+    (dict(shift=np.array(["chunk", "chunk"])), ValueError, r"shift is array\(.*accepted: None"),
+    (dict(implementation=np.array(["xla", "xla"])), ValueError, r"implementation is array\("),
+    (dict(x=jax.random.key(0)), TypeError, "x.dtype is 'key<fry>'; accepted: bfloat16"),
+    (dict(cu_seqlens=jax.random.key(0)), TypeError, "cu_seqlens.dtype is 'key<fry>'; accepted"),
+    (dict(scale=1e39), ValueError, r"scale is 1e\+39; accepted: None or a finite number"),
     (dict(scale="1"), TypeError, "scale is '1'; accepted: a Python or NumPy real number"),
     (dict(scale=float("inf")), ValueError, "scale is inf; accepted: None or a finite number"),
     (dict(dtype="int8"), TypeError, "dtype is 'int8'; accepted: None, bfloat16"),
@@ -34,6 +45,11 @@ REFUSED = [
     (dict(cu_seqlens=jnp.zeros(0, int)), ValueError, r"cu_seqlens.shape is \(0,\).*\(S \+ 1,\)"),
     (dict(chunk_size=jnp.ones(())), ValueError, r"chunk_size is Array.*; accepted: an int >= 1"),
     (dict(implementation="cuda"), ValueError, "implementation is 'cuda'; accepted: None, 'triton'"),
+    (
+        dict(config=ChunkCumsumDecayConfig(block_n=8, num_parts=2), chunk_size=2),
+        ValueError,
+        "num_parts is 2; accepted: 1",
+    ),
     (dict(config=3), TypeError, "config is 3; accepted: None or a ChunkCumsumDecayConfig"),
 ]
 
@@ -42,8 +58,11 @@ REFUSED = [
 def test_refusals_say_what_would_be_accepted(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
+    fn = partial(pallas_ops.chunk_cumsum_decay, x=jnp.zeros((2, 3)))
+    for equal in (dict(chunk_size=1), dict(axis=1), dict(reverse=True)):  # these are remembered
+        jax.eval_shape(partial(fn, **equal))
     with pytest.raises(error, match=message):
-        jax.eval_shape(lambda: pallas_ops.chunk_cumsum_decay(**({"x": jnp.zeros((2, 3))} | change)))
+        jax.eval_shape(partial(fn, **change))
 
 
 def test_a_traced_scale_is_refused() -> None:
@@ -58,6 +77,13 @@ def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None
         for x, dtype in ((xs[0], None), (jnp.zeros((9, 2), jnp.float32), "float64")):
             with pytest.raises(ValueError, match="'triton', whose kernel does not take float64"):
                 pallas_ops.chunk_cumsum_decay(x, dtype=dtype, implementation="triton")
+
+
+@pytest.mark.parametrize("dtype", [float, "float64", jnp.float64])
+def test_float64_is_float32_without_x64(rng: Rng, dtype: Any) -> None:
+    xs = arguments(rng, (9, 2))
+    options: dict[str, Any] = dict(axis=0, chunk_size=4)
+    assert_close(pulled("interpret", dtype=dtype, **options)(*xs), truth(*xs, **options))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +114,16 @@ def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
     assert config.num_chunks == 1 or programs >= 32 * 132
 
 
+def test_few_programs_sum_a_chunk_in_parts() -> None:
+    for b, n, c, parts in ((1, 131072, 16, 128), (1, 131072, 2048, 1), (8, 4096, 16, 1)):
+        s = Sizes(b=b, n=n, c=c, chunks=1, chunk_size=n, itemsize=2)
+        assert choose(s).num_parts == parts
+        assert choose(dataclasses.replace(s, chunks=2)).num_parts == 1
+
+
 H200 = [
+    case(shape=(1, 131072, 16), chunk_size=131072, reverse=True, shift="sequence"),
+    case(shape=(2, 100001), chunk_size=100001, axis=1, shift="chunk"),
     case(shape=(16, 32768, 2048)),
     case(shape=(16, 32768, 2048), dtype=jnp.float32),
     case(shape=(16, 32768, 2048), reverse=True, shift="sequence"),
@@ -99,6 +134,7 @@ H200 = [
     case(shape=(2048, 32768), chunk_size=3),
     case(shape=(999, 1001), axis=0, chunk_size=100, shift="chunk"),
     case(shape=(16, 32768, 2048), packed=True, shift="sequence"),
+    case(shape=(999, 32768, 100), packed=True, chunk_size=2, dtype=jnp.float32),
 ]
 
 
@@ -124,3 +160,35 @@ def test_offsets_beyond_two_to_the_31() -> None:
         texts = h200.compile_for_h200(fn, x, x).ptx
         assert len(texts) == 2
         assert all(re.search(rf"mul\.wide\.[su]32\s.*, {stride};", text) for text in texts)
+
+
+def test_counts_to_two_to_the_31() -> None:
+    """A chunk that would end beyond it ends with the axis."""
+    n, chunk_size = vjp.TOO_LONG, 2**30
+    s = Sizes(b=1, n=n, c=1, chunks=2, chunk_size=chunk_size, itemsize=2)
+    statics: dict[str, Any] = dict(packed=False, reverse=False, shift=None, late=False, scale=None)
+    plan = Plan(s, ChunkCumsumDecayConfig(block_n=128, num_chunks=2), **statics)
+
+    def kernel(stop_ref: Any) -> None:
+        stop_ref[...] = Chunks(plan, None).stop.reshape(2)
+
+    stops = jax.ShapeDtypeStruct((2,), jnp.int32)
+    with launch.interpreted(True):
+        (stop,) = launch.launch(
+            kernel,
+            name="stops",
+            grid=plan.grid,
+            in_specs=[],
+            out_specs=[whole(stops)],
+            out_shape=[stops],
+            num_warps=1,
+        )
+    assert stop.tolist() == [chunk_size, n]
+
+
+def test_more_rows_than_it_counts_run_the_reference() -> None:
+    fn = jax.vmap(partial(pallas_ops.chunk_cumsum_decay, axis=-1))
+    for rows, is_kernel in ((2**14, True), (2**16, False)):
+        x = jax.ShapeDtypeStruct((2**16, rows, 3), jnp.bfloat16)
+        text = h200.lower_for_cuda(fn, x).as_text()
+        assert ("pallas_ops_chunk_cumsum_decay" in text) == is_kernel

@@ -22,6 +22,7 @@ Ts = TypeVarTuple("Ts")
 def cached(check: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
     """`check`, remembered by its arguments and their types: 1.0 may be refused where 1 is not.
 
+    Within a tuple they are told apart by value alone, so what a caller gives is no part of one.
     What cannot be hashed is checked each time, to be refused in our own words.
     """
     remembered: Any = functools.lru_cache(maxsize=1024, typed=True)(check)
@@ -37,26 +38,28 @@ def cached(check: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
     return run
 
 
+def one_of(name: str, value: Any, options: tuple[str | None, ...]) -> None:
+    # What is neither may compare as an array does, and have no one truth.
+    if not isinstance(value, str | None) or value not in options:
+        raise ValueError(f"{_is(name, value)}; accepted: {', '.join(map(repr, options))}")
+
+
 def implementation(value: Any) -> None:
-    if value not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{_is('implementation', value)}; accepted: None, 'triton', 'xla', 'interpret'"
-        )
+    one_of("implementation", value, IMPLEMENTATIONS)
 
 
 def same_floating(arrays: Mapping[str, Any]) -> None:
     """All arrays have one dtype, a floating one."""
     (first, x), *others = arrays.items()
-    if jnp.dtype(x.dtype) not in FLOAT_DTYPES:
+    if x.dtype not in FLOAT_DTYPES:
         raise TypeError(
-            f"{_is(f'{first}.dtype', jnp.dtype(x.dtype).name)}; accepted: bfloat16, float16, "
+            f"{_is(f'{first}.dtype', str(x.dtype))}; accepted: bfloat16, float16, "
             "float32, and float64 (which runs the jax.numpy reference)"
         )
     for name, other in others:
         if other.dtype != x.dtype:
             raise TypeError(
-                f"{_is(f'{name}.dtype', jnp.dtype(other.dtype).name)}; accepted: that of {first}, "
-                f"{jnp.dtype(x.dtype).name}"
+                f"{_is(f'{name}.dtype', str(other.dtype))}; accepted: that of {first}, {x.dtype}"
             )
 
 
@@ -75,7 +78,7 @@ def axis(value: Any, shape: tuple[int, ...]) -> int:
 
 def integers(name: str, x: Any) -> None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{_is(f'{name}.dtype', jnp.dtype(x.dtype).name)}; accepted: integers")
+        raise TypeError(f"{_is(f'{name}.dtype', str(x.dtype))}; accepted: integers")
 
 
 def kernel_or_reference(

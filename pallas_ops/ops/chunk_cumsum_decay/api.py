@@ -11,12 +11,12 @@ import numpy as np
 
 from pallas_ops.core import checks, vary
 from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.dtypes import wide
 from pallas_ops.ops.chunk_cumsum_decay import vjp
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
 from pallas_ops.ops.chunk_cumsum_decay.reference import Shift
 
 SHIFTS = (None, "chunk", "sequence")
-TOO_LONG = 2**31 - 2**16  # what an int32 counts, and some to spare for a tile beyond
 
 
 def chunk_cumsum_decay(
@@ -74,15 +74,18 @@ def chunk_cumsum_decay(
     if cu_seqlens is not None and not isinstance(cu_seqlens, jax.Array):
         cu_seqlens = jnp.asarray(cu_seqlens)
     bounds = None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype)
-    where = (axis, chunk_size, reverse, shift)
-    params = _check((x.shape, x.dtype), bounds, where, scale, _dtype(dtype), implementation, config)
+    sums = (axis, chunk_size, reverse, shift, scale)
+    params = _check((x.shape, x.dtype), bounds, *sums, _dtype(dtype), implementation, config)
     return _run(x, cu_seqlens, params=params)  # type: ignore[no-any-return]
 
 
 def _dtype(dtype: Any) -> Any:
-    """In one form, so that it can be hashed; what is not a dtype is left to be refused."""
+    """In one form, so that it can be hashed; what is not a dtype is left to be refused.
+
+    Without JAX's x64 mode, float64 is float32.
+    """
     try:
-        return None if dtype is None else jnp.dtype(dtype)
+        return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     except TypeError:
         return repr(dtype)
 
@@ -91,7 +94,10 @@ def _dtype(dtype: Any) -> Any:
 def _check(
     x: tuple[tuple[int, ...], Any],
     bounds: tuple[tuple[int, ...], Any] | None,
-    where: tuple[Any, Any, Any, Any],
+    axis: int,
+    chunk_size: int,
+    reverse: bool,
+    shift: Shift | None,
     scale: float | None,
     dtype: Any,
     implementation: Implementation | None,
@@ -102,17 +108,15 @@ def _check(
     checks.instance("config", config, ChunkCumsumDecayConfig)
     shape, own = x
     checks.same_floating({"x": jax.ShapeDtypeStruct(shape, own)})
-    axis, chunk_size, reverse, shift = where
     axis = checks.axis(axis, shape)
     integer = isinstance(chunk_size, int | np.integer) and not isinstance(chunk_size, bool)
     if not integer or chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size!r}; accepted: an int >= 1")
     if not isinstance(reverse, bool):
         raise TypeError(f"reverse is {reverse!r}; accepted: True or False")
-    if not any(shift is None if one is None else shift == one for one in SHIFTS):
-        raise ValueError(f"shift is {shift!r}; accepted: None, 'chunk', 'sequence'")
+    checks.one_of("shift", shift, SHIFTS)
     scale = checks.number_or_none("scale", scale)
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not abs(scale) <= float(jnp.finfo(wide(own)).max):
         raise ValueError(f"scale is {scale!r}; accepted: None or a finite number")
     if dtype is not None and dtype not in checks.FLOAT_DTYPES:
         raise TypeError(
@@ -120,6 +124,8 @@ def _check(
         )
     if bounds is not None:
         _check_bounds(jax.ShapeDtypeStruct(*bounds))
+    if bounds is not None or chunk_size < shape[axis]:
+        _check_parts(config)
     return vjp.Params(
         axis=axis,
         chunk_size=max(1, min(int(chunk_size), shape[axis])),
@@ -130,6 +136,14 @@ def _check(
         implementation=_implementation(implementation, shape, axis, (own, dtype or own)),
         config=config,
     )
+
+
+def _check_parts(config: ChunkCumsumDecayConfig | None) -> None:
+    if config and config.num_parts > 1:
+        raise ValueError(
+            f"config.num_parts is {config.num_parts}; accepted: 1, since not all of the axis is "
+            "one chunk"
+        )
 
 
 def _check_bounds(bounds: jax.ShapeDtypeStruct) -> None:
@@ -149,7 +163,7 @@ def _implementation(
     for dtype in dtypes:
         implementation = checks.kernel_or_reference(implementation, dtype, sizes)
     parts = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    if max(parts) > TOO_LONG:
+    if max(parts) > vjp.TOO_LONG:
         of = f"{max(parts)} numbers along, before or behind the axis"
         return checks.reference_instead(implementation, of)
     return implementation

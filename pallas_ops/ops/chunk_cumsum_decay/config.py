@@ -6,7 +6,9 @@ from pallas_ops.core.tiles import power_of_two
 
 LANE_ELEMENTS = 128  # of a tile with columns: what a lane holds in registers
 FEW_ELEMENTS = 32  # the same along a last axis, and where loads are narrow
+MOST_CHUNKS = 16  # of a tile with columns: of each, where it is takes registers
 MAX_WARPS = 4
+LEAST_PARTS = 8  # of a chunk that is all of the axis: fewer do not make up for another pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,7 +18,8 @@ class ChunkCumsumDecayConfig:
     A program sums `num_chunks` chunks in `block_c` columns, `block_n` positions of each at a time,
     `num_steps` of which are neighbours that a lane adds up on its own. Along a last axis there are
     no columns and `num_steps` is 1: lanes hold neighbours as it is. Where a chunk takes several
-    blocks, their loads run up to `num_stages` ahead.
+    blocks, their loads run up to `num_stages` ahead. Where one chunk is all of the axis, it can be
+    summed in `num_parts` parts at once: x is read twice, first for the sums that parts start from.
     """
 
     block_n: int
@@ -25,6 +28,7 @@ class ChunkCumsumDecayConfig:
     num_steps: int = 1
     num_warps: int = 1
     num_stages: int = 1
+    num_parts: int = 1
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -33,7 +37,7 @@ class ChunkCumsumDecayConfig:
                 raise ValueError(
                     f"ChunkCumsumDecayConfig.{name} is {value!r}; accepted: an int >= 1"
                 )
-            if value & (value - 1) and name != "num_stages":
+            if value & (value - 1) and name not in ("num_stages", "num_parts"):
                 raise ValueError(
                     f"ChunkCumsumDecayConfig.{name} is {value}; accepted: a power of two"
                 )
@@ -67,10 +71,15 @@ def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
     block_c = min(power_of_two(s.c), 32)
     each = FEW_ELEMENTS if s.c == 1 or s.vector < 4 else LANE_ELEMENTS
     widest = 32 * each // block_c  # positions of a warp
+    num_parts = min(2 * num_sms // (s.b * -(-s.c // block_c)), s.n // (4 * widest))
+    if s.chunks == 1 and num_parts >= LEAST_PARTS:
+        part = dataclasses.replace(s, chunk_size=-(-s.n // num_parts), chunks=num_parts)
+        return dataclasses.replace(choose(part, num_sms=num_sms), num_parts=num_parts)
     block_n = min(power_of_two(s.chunk_size), MAX_WARPS * widest)
     if s.c > 1 and block_n < s.chunk_size:
         block_n = widest  # a loop within one warp: nothing to wait for between tiles
-    num_chunks = max(1, min(widest // block_n, power_of_two(s.b * s.chunks)))
+    most_chunks = widest if s.c == 1 else MOST_CHUNKS
+    num_chunks = max(1, min(widest // block_n, power_of_two(s.b * s.chunks), most_chunks))
     num_warps = max(1, block_n // widest)
     programs = -(-s.c // block_c) * -(-s.b * s.chunks // num_chunks)
     while num_chunks > 1 and programs < 32 * num_sms:

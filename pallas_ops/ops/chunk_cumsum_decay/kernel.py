@@ -10,6 +10,7 @@ from jax import lax
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.core.triton_ext import pipelined, scan
+from pallas_ops.ops.chunk_cumsum_decay import parts
 from pallas_ops.ops.chunk_cumsum_decay.tiles import (
     Chunks,
     Plan,
@@ -27,14 +28,20 @@ def run(
     """The sums, like x but of `dtype`."""
     plan = plan_of(x, cu_seqlens, **statics)
     view = x.reshape(plan.s.b, plan.s.n, plan.s.c)
-    table = None if cu_seqlens is None else table_of(plan, cu_seqlens)
+    table = carry = None
+    if cu_seqlens is not None:
+        table = table_of(plan, cu_seqlens)
+    elif plan.c.num_parts > 1:
+        plan = parts.split(plan)
+        carry = parts.carries(plan, view)
     (out,) = launch(
         partial(_kernel, plan=plan),
         view,
         table,
+        carry,
         name=name,
         grid=plan.grid,
-        in_specs=[whole(view), None if table is None else whole(table)],
+        in_specs=[None if y is None else whole(y) for y in (view, table, carry)],
         out_specs=[whole(view)],
         out_shape=[jax.ShapeDtypeStruct(view.shape, dtype)],
         num_warps=plan.c.num_warps,
@@ -45,6 +52,7 @@ def run(
 def _kernel(
     x_ref: Ref,  # [B, N, C]
     table_ref: Ref | None,  # [5, slots]
+    carry_ref: Ref | None,  # [B, parts, C]
     out_ref: Ref,  # [B, N, C]
     *,
     plan: Plan,
@@ -59,6 +67,8 @@ def _kernel(
         return plus(before, x.sum(axis=0, keepdims=True).sum(axis=2, keepdims=True))
 
     before = load_edges(chunks, x_ref)
+    if carry_ref is not None:
+        before = plus(before, parts.load_carries(chunks, carry_ref))
     if plan.tiles == 1:
         step(0, before)
     else:

@@ -127,14 +127,15 @@ class Chunks:
     def __init__(self, plan: Plan, table_ref: Ref | None) -> None:
         self.plan, s = plan, plan.s
         slot = (pl.program_id(1) * plan.c.num_chunks + span(plan.c.num_chunks))[None, :, None, None]
-        index = lax.rem(slot, jnp.full_like(slot, s.chunks))
+        self.index = index = lax.rem(slot, jnp.full_like(slot, s.chunks))
         self.row = pl.program_id(2) * plan.rows + lax.div(slot, jnp.full_like(slot, s.chunks))
         self.live = None
         if table_ref is None:
             self.start = index * s.chunk_size
-            self.stop = self.start + s.chunk_size
-            if s.n % s.chunk_size:
-                self.stop = jnp.minimum(self.stop, s.n)
+            size = jnp.full_like(index, s.chunk_size)
+            if s.n % s.chunk_size:  # what is left is compared: start + size may be beyond int32
+                size = jnp.minimum(size, s.n - self.start)
+            self.stop = self.start + size
             low, high = jnp.zeros_like(index), jnp.full_like(index, s.n)
         else:
             facts = [table_ref.at[jnp.full_like(index, i), index] for i in range(5)]

@@ -6,6 +6,7 @@ Nothing is saved but the bounds of packed sequences.
 
 import dataclasses
 import functools
+import math
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from pallas_ops.core.partition import TypeOf, call, like
 from pallas_ops.ops.chunk_cumsum_decay import kernel
 from pallas_ops.ops.chunk_cumsum_decay import reference as meaning
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
+
+TOO_LONG = 2**31 - 2**16  # what an int32 counts, and some to spare for a tile beyond
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,15 @@ def _reference(
     return (meaning.accumulate(x, cu_seqlens, **static).astype(dtype),)
 
 
+def _kernel(
+    x: jax.Array, cu_seqlens: jax.Array | None, *, name: str, axis: int, **static: Any
+) -> tuple[jax.Array]:
+    """The reference where `jax.vmap` has made more rows than the kernel counts."""
+    if math.prod(x.shape[:axis]) > TOO_LONG:
+        return _reference(x, cu_seqlens, axis=axis, **static)
+    return kernel.run(x, cu_seqlens, name=name, axis=axis, **static)
+
+
 @functools.lru_cache(maxsize=128)
 def op(before: int, after: int, is_gradient: bool) -> Op:
     """The op, or itself as its gradient, with axes beside the summed one."""
@@ -70,7 +82,7 @@ def op(before: int, after: int, is_gradient: bool) -> Op:
     name = "chunk_cumsum_decay" + "_backward" * is_gradient
     return Op(
         name=name,
-        kernel=partial(kernel.run, name=name),
+        kernel=partial(_kernel, name=name),
         reference=_reference,
         operands=(full, "s"),
         results=(full,),
