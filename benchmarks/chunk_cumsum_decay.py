@@ -28,6 +28,7 @@ CASES |= {
     "b16-d128-reverse-f32": (16, 128, dict(**REVERSE, dtype="float32")),
     "b16-d128-chunk100": (16, 128, dict(chunk_size=100)),
     "b16-d128-packed": (16, 128, dict(packed=True)),
+    "b1-d1-whole": (1, 1, dict(chunk_size=2**20)),  # one chunk, and few columns to fill a card
 }
 
 
@@ -89,6 +90,7 @@ def torch_cumsum(
 ) -> Any:
     b, n, *rest = x.shape
     y = shifted(torch, x.float(), shift=shift, reverse=reverse)
+    chunk_size = min(chunk_size, n)
     more = -n % chunk_size
     y = torch.cat([y, y.new_zeros(b, more, *rest)], dim=1) if more else y
     y = y.reshape(b, -1, chunk_size, *rest)

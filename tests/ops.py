@@ -155,9 +155,7 @@ def specs(axes: Sequence[str], layout: Layout) -> tuple[P, ...]:
 
 def words(x: Any) -> str:
     """An id of an op or of a layout."""
-    if isinstance(x, TestedOp):
-        return x.name
-    return "-".join(f"{axis}_{''.join(names)}" for axis, names in x.items())
+    return getattr(x, "name", None) or "-".join(f"{a}_{''.join(names)}" for a, names in x.items())
 
 
 def _tpa_decode(*operands: jax.Array, implementation: Any = None) -> Arrays:
@@ -174,10 +172,8 @@ def _logcumsumexp(x: jax.Array, state: jax.Array, *, implementation: Any = None)
 def _lrpe_cosine(
     x: jax.Array, theta: jax.Array, offset: jax.Array, *, implementation: Any = None
 ) -> Arrays:
-    out = pallas_ops.lrpe_cosine(
-        x, theta, offset=offset, act="softmax", axis=1, implementation=implementation
-    )
-    return (out,)
+    options: Any = dict(act="softmax", axis=1, implementation=implementation)
+    return (pallas_ops.lrpe_cosine(x, theta, offset=offset, **options),)
 
 
 def _chunk_cumsum_decay(x: jax.Array, bounds: jax.Array, implementation: Any = None) -> Arrays:
