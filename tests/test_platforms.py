@@ -61,6 +61,8 @@ def test_integers_compile_once(rng: Rng, op: TestedOp) -> None:
 @every_op
 def test_eager_calls_share_one_program(rng: Rng, op: TestedOp, events: list[str]) -> None:
     calls = [op.arguments(rng, b=3) for _ in range(2)]  # a size of this test's own
+    # JAX 0.12 adds an option when it first interprets a kernel, and traces everything anew.
+    op.fn(*op.arguments(rng), implementation=KERNEL)
     op.fn(*calls[0], implementation=KERNEL)
     assert events
     events.clear()
