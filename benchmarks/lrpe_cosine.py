@@ -71,6 +71,13 @@ def by_block(what: str) -> LrpeCosineConfig:
     return LrpeCosineConfig(variant="block", block_n=16, block_d=64, num_parts=parts)
 
 
+def by_token() -> list[LrpeCosineConfig]:
+    """Launches for what sees one token at a time: angles of its own, or shared by the batch."""
+    tried = partial(sweep.configs, LrpeCosineConfig)
+    shared = tried(block_n=(8, 16), num_warps=(2, 4), block_b=(2, 4, 12), num_stages=(1, 3))
+    return [*tried(block_n=(4, 8, 16, 32), num_warps=(1, 2, 4, 8)), *shared]
+
+
 def proposals(*, what: str, **_: Any) -> list[Provider]:
     """For what sees one token at a time; and for the sequence's softmax, its walks."""
     if what == "act_softmax-dim_-2":
@@ -83,16 +90,7 @@ def proposals(*, what: str, **_: Any) -> list[Provider]:
             num_warps=(2, 4),
         )
     else:
-        tried = sweep.configs(
-            LrpeCosineConfig, block_n=(4, 8, 16, 32), num_warps=(1, 2, 4, 8), block_b=(1,)
-        )
-        tried += sweep.configs(
-            LrpeCosineConfig,
-            block_n=(8, 16),
-            num_warps=(2, 4),
-            block_b=(2, 4, 12),
-            num_stages=(1, 3),
-        )
+        tried = by_token()
     return [kernel(sweep.label(c), sweep.always(c), "") for c in (None, *tried)]
 
 

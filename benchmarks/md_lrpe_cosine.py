@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from benchmarks import command
+from benchmarks import command, sweep
 from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
-from benchmarks.lrpe_cosine import BATCH, DIM, HEADS, rates
+from benchmarks.lrpe_cosine import BATCH, DIM, HEADS, by_token, rates
 from pallas_ops import LrpeCosineConfig, md_lrpe_cosine, reference
 
 # The seeds' sizes: n tokens in one dimension, n * n in two, n * n * n in three.
@@ -47,6 +47,10 @@ def function(name: str, note: str, **options: Any) -> Provider:
     return Provider(name=name, make=make, note=note, **options)
 
 
+def proposals(**_: Any) -> list[Provider]:
+    return [kernel(sweep.label(config), config, "") for config in (None, *by_token())]
+
+
 BENCHMARK = Benchmark(
     op="md_lrpe_cosine",
     case=case,
@@ -62,6 +66,7 @@ BENCHMARK = Benchmark(
     quick={"dims": (1, 2, 3), "prefix": (0,), "n": (32, 128, 32768)},
     small={"dims": (1, 2, 3), "prefix": (0, 10), "n": (2, 3, 6)},
     modes=("fwd", "bwd"),
+    proposals=proposals,
 )
 
 if __name__ == "__main__":

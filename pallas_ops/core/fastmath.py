@@ -13,6 +13,8 @@ from pallas_ops.core import launch, phase
 
 Operand = jax.Array | float
 
+LOG2E = math.log2(math.e)
+
 # Added to a number and subtracted again, these leave a whole one: the nearest, up to 2**22; or one
 # of the nearest three, up to 1.49 * 2**23, where of a negative one the first leaves fractions.
 ROUNDER, LARGE_ROUNDER = 1.5 * 2**23, 1.25 * 2**24

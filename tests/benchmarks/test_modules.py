@@ -121,7 +121,7 @@ def test_columns_agree(benchmark: Benchmark) -> None:
     assert {name: cell.reason for name, cell in row.cells.items() if cell.reason} == {}
 
 
-@pytest.mark.parametrize("benchmark", BENCHMARKS[:4], ids=lambda b: b.op)
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda b: b.op)
 def test_proposals_are_many_and_lead_with_the_default(benchmark: Benchmark) -> None:
     point = {axis: values[-1] for axis, values in benchmark.grid.items()}
     names = [provider.name for provider in benchmark.proposals(mode="bwd", **point)]

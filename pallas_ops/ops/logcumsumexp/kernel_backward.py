@@ -16,14 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_ops.core.fastmath import exp2
+from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, power_of_two, span
 from pallas_ops.core.triton_ext import pipelined, scan
 from pallas_ops.ops.logcumsumexp import kernel_recurrence
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.sums import (
-    LOG2E,
     exponentials,
     fading_sum,
     inverse,

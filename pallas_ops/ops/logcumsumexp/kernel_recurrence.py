@@ -6,9 +6,9 @@ It needs no test and no scan: pivot and sum follow every step. All rows are load
 import jax
 import jax.numpy as jnp
 
-from pallas_ops.core.fastmath import exp2
+from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.tiles import Ref
-from pallas_ops.ops.logcumsumexp.sums import LOG2E, finite, inverse, log_of
+from pallas_ops.ops.logcumsumexp.sums import finite, inverse, log_of
 from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Tile
 
 

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import launch
-from pallas_ops.core.fastmath import exp2, log2, multiply_add, reciprocal
+from pallas_ops.core.fastmath import LOG2E, exp2, log2, multiply_add, reciprocal
 from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Tile
 
-LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 FAR = 1e30  # log2 of what is infinite
 SAFE = 24 / LOG2E  # how far below the pivot a prefix may lie: more costs the logarithm digits

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_ops.core.fastmath import exp2, reciprocal
+from pallas_ops.core.fastmath import LOG2E, exp2, reciprocal
 
-LOG2E = 1.4426950408889634
 SOFTMAX_FEATURES, SOFTMAX_SEQUENCE = "softmax_features", "softmax_sequence"
 
 

@@ -13,11 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_ops.core.fastmath import exp2
+from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.core.triton_ext import pipelined
-from pallas_ops.ops.lrpe_cosine.activation import LOG2E, Column
+from pallas_ops.ops.lrpe_cosine.activation import Column
 from pallas_ops.ops.lrpe_cosine.tiles import Plan, Tile, load_at, place_of
 
 Operands = Sequence[jax.Array | None]

@@ -7,7 +7,6 @@ for the log-sum-exp is not rounded to 16 bits. Beyond the length scores are hidd
 be what they are made of.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -16,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_ops.core.fastmath import exp2
+from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.matmul import dot
 from pallas_ops.core.tiles import Ref, span
@@ -35,7 +34,6 @@ from pallas_ops.ops.tpa_decode.tiles import (
     store,
 )
 
-LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 

@@ -14,12 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_ops.core.fastmath import exp2
+from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.matmul import dot
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
-from pallas_ops.ops.tpa_decode.kernel import LOG2E
 from pallas_ops.ops.tpa_decode.tiles import (
     Keys,
     Plan,
