@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests import emulate
+
 EPS32 = float(np.finfo(np.float32).eps)
 
 
@@ -200,5 +202,10 @@ def _largest(x: npt.NDArray[np.float64]) -> float:
 
 
 def kernel_implementation() -> Literal["triton", "interpret"]:
-    """The kernels as this machine can run them: compiled on an NVIDIA GPU, else interpreted."""
-    return "triton" if jax.default_backend() == "gpu" else "interpret"
+    """The kernels as this machine can run them: on an NVIDIA GPU, or emulated, or interpreted."""
+    if jax.default_backend() == "gpu":
+        return "triton"
+    if emulate.is_possible():
+        emulate.install()
+        return "triton"
+    return "interpret"

@@ -58,7 +58,9 @@ def test_exp2_is_within_2_ulp(rng: Rng) -> None:
 
 def test_log2_is_within_its_bounds(rng: Rng) -> None:
     x = spread(rng)
-    np.testing.assert_allclose(run(fastmath.log2, x), np.log2(x.astype(np.float64)), rtol=2 * EPS32)
+    got, want = run(fastmath.log2, x), np.log2(x.astype(np.float64))
+    far = np.abs(want) > 1
+    np.testing.assert_allclose(got[far], want[far], rtol=2 * EPS32)
     x = rng.uniform(0.5, 2, 1024).astype(np.float32)
     want = np.log2(x.astype(np.float64))
     np.testing.assert_allclose(run(fastmath.log2, x), want, rtol=0, atol=2.0**-22)

@@ -12,6 +12,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops import LrpeCosineConfig
+from pallas_ops.ops.lrpe_cosine import angles
 from pallas_ops.ops.lrpe_cosine.reference import grid
 from tests.support import (
     assert_as_good_as_reference,
@@ -88,15 +89,22 @@ def test_reference_is_the_loop(rng: Rng, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache"),
-    [(jnp.float32, False), (jnp.bfloat16, True)],
-    ids=["float32", "bfloat16-cached"],
+    ("dtype", "cache", "spread"),
+    [(jnp.float32, False, False), (jnp.bfloat16, True, False), (jnp.float32, False, True)],
+    ids=["float32", "bfloat16-cached", "float32-spread"],
 )
 @pytest.mark.parametrize("settings", GRIDS)
 def test_kernels_are_as_good_as_the_reference(
-    rng: Rng, settings: dict[str, Any], dtype: Any, cache: bool
+    rng: Rng,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    dtype: Any,
+    cache: bool,
+    spread: bool,
 ) -> None:
-    """Output and both gradients, with angles recomputed and cached."""
+    """Output and both gradients, with angles recomputed and cached, and theta spread."""
+    if spread:
+        monkeypatch.setattr(angles, "SPREAD_ELEMENTS", 0)
     sequence = settings.get("axis") == 1
     config = LrpeCosineConfig(
         variant="block" if sequence else "sequence",

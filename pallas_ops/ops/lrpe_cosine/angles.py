@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_ops.core import fastmath
 from pallas_ops.core.tiles import Ref, both
+from pallas_ops.ops.lrpe_cosine.config import SPREAD_ELEMENTS
 from pallas_ops.ops.lrpe_cosine.tiles import Plan, Tile, load_at
 
 
@@ -17,7 +18,7 @@ class Angles:
     """How far each number of a tile turns."""
 
     plan: Plan
-    theta: Ref  # [H, E] or [1, E]
+    theta: Ref  # [H, E] or [1, E], or spread: [H, D]
     offset: Ref | None = None  # [B] or [1]
     positions: Ref | None = None  # [(B,) N, K]
     cached: Ref | None = None  # [(B,) N, H, D]: turns
@@ -52,11 +53,12 @@ class Angles:
         """theta, [rows, features], with one row if all heads share it."""
         heads, width = self.theta.shape
         column, within = tile.feature, None
-        if self.num_axes == 1 and width == 1:
+        last = width if width == self.plan.s.d else self.plan.num_axes * width
+        if self.plan.num_axes == 1 and width == 1:
             column = jnp.zeros_like(column)
-        elif self.num_axes * width < self.plan.blocks_d * self.plan.c.block_d:
-            within = column < self.num_axes * width
-        if self.num_axes > 1:
+        elif last < self.plan.blocks_d * self.plan.c.block_d:
+            within = column < last
+        if last > width:
             column = lax.rem(column, jnp.int32(width))
         head, inside = jnp.zeros((1, 1), jnp.int32), None
         if heads > 1:
@@ -68,22 +70,15 @@ class Angles:
         each = self._given(tile, b) if self.positions is not None else self._counted(tile, b)
         position = each[0]
         for axis, other in enumerate(each[1:], start=1):
-            position = jnp.where(tile.feature >= axis * self.theta.shape[1], other, position)
+            position = jnp.where(tile.feature >= axis * self.plan.width, other, position)
         return position
-
-    @property
-    def num_axes(self) -> int:
-        if self.positions is not None:
-            return int(self.positions.shape[-1])
-        assert self.plan.shape is not None
-        return len(self.plan.shape)
 
     def _given(self, tile: Tile, b: Any) -> list[jax.Array]:
         batch = (b,) if self.plan.per_batch else ()
         inside = None if tile.mask is None else tile.token < self.plan.s.n
         return [
             load_at(self.positions, (*batch, tile.token, axis), inside)
-            for axis in range(self.num_axes)
+            for axis in range(self.plan.num_axes)
         ]
 
     def _counted(self, tile: Tile, b: Any) -> list[jax.Array]:
@@ -99,3 +94,15 @@ class Angles:
         if prefix:
             each = [jnp.where(tile.token < prefix, 0, position) for position in each]
         return [position.astype(jnp.float32) for position in each]
+
+
+def spread(plan: Plan, theta: jax.Array) -> jax.Array:
+    """theta, with a column for each feature where that makes its loads wide and pays.
+
+    Where axes have 43 features, say, a row of theta is not aligned, and is loaded number by number;
+    a copy of it takes 2 us.
+    """
+    aligned = plan.width % 4 == 0
+    if plan.num_axes == 1 or aligned or plan.s.b * plan.rows * plan.s.d < SPREAD_ELEMENTS:
+        return theta
+    return jnp.tile(theta, (1, plan.num_axes))[:, : plan.s.d]

@@ -7,6 +7,7 @@ from pallas_ops.core.tiles import power_of_two
 
 WIDEST = 4096  # features that one tile can hold
 BUNCH = 8  # tiles that a walk loads at a time
+SPREAD_ELEMENTS = 2**25  # of x, from which on a grid's theta is worth a copy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.ops.lrpe_cosine import kernel_block, kernel_theta
 from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_SEQUENCE, activate, pull
-from pallas_ops.ops.lrpe_cosine.angles import Angles
+from pallas_ops.ops.lrpe_cosine.angles import Angles, spread
 from pallas_ops.ops.lrpe_cosine.config import choose
 from pallas_ops.ops.lrpe_cosine.tiles import Plan, plan_of
 from pallas_ops.ops.lrpe_cosine.walk import Operands
@@ -32,7 +32,8 @@ def forward(
     **static: Any,
 ) -> tuple[jax.Array, ...]:
     """The output [B, .., 2, D]; to save: the softmax's pivot and share, the cached angles."""
-    plan = plan_of(x, **static)
+    plan = plan_of(x, theta, positions, **static)
+    theta = spread(plan, theta)
     view = plan.view(x)
     cached = kernel_theta.cache(plan, theta, offset, positions) if plan.c.cache_angles else None
     angles = (theta, offset, positions, cached)
@@ -62,7 +63,8 @@ def backward(
     **static: Any,
 ) -> tuple[jax.Array]:
     """dx, from dout [B, .., 2, D] and, where there is an activation, x."""
-    plan = plan_of(dout, backward=True, **static)
+    plan = plan_of(dout, theta, positions, backward=True, **static)
+    theta = spread(plan, theta)
     views = (None if x is None else plan.view(x), plan.view(dout))
     operands: Operands = (*views, theta, offset, positions, cached, pivot, share)
     mean = None

@@ -29,13 +29,12 @@ def dtheta(
     **static: Any,
 ) -> tuple[jax.Array]:
     """The gradient of theta, in float32 whatever x is."""
-    plan = plan_of(x, **static)
+    plan = plan_of(x, theta, positions, **static)
     plan = dataclasses.replace(plan, c=choose_sums(plan.s), precise=True)
     operands = (plan.view(x), plan.view(dout), theta, offset, positions, pivot, share)
     parts = [parts_of(plan, plan.parts)]
     (sums,) = launch_walk(_theta_kernel, plan, operands, parts, "lrpe_cosine_theta")
-    num_axes = len(plan.shape or ()) if positions is None else positions.shape[-1]
-    return (_gather(sums.sum(axis=(0, 1)), theta.shape, num_axes),)
+    return (_gather(sums.sum(axis=(0, 1)), theta.shape, plan.num_axes),)
 
 
 def _gather(dtheta: jax.Array, theta: tuple[int, ...], num_axes: int) -> jax.Array:

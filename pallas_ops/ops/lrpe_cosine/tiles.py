@@ -38,6 +38,8 @@ class Plan:
     num_prefix_tokens: int
     heads_first: bool
     per_batch: bool  # whether offsets or positions are
+    num_axes: int  # of the grid, or of the positions
+    width: int  # how many features turn by one axis
 
     @property
     def rows(self) -> int:
@@ -107,10 +109,13 @@ class Plan:
 
 def plan_of(
     x: jax.Array,
+    theta: jax.Array,
+    positions: jax.Array | None,
     *,
     config: LrpeCosineConfig | None,
     heads_first: bool,
     act: str,
+    shape: tuple[int, ...] | None,
     backward: bool = False,
     **statics: Any,
 ) -> Plan:
@@ -120,8 +125,17 @@ def plan_of(
     s = Sizes(b=b, n=n, h=h, d=x.shape[-1])
     if config is None:
         config = choose_columns(s) if act == SOFTMAX_SEQUENCE else choose(s, backward=backward)
-    precise = x.dtype == jnp.float32
-    return Plan(s=s, c=config, heads_first=heads_first, act=act, precise=precise, **statics)
+    return Plan(
+        s=s,
+        c=config,
+        heads_first=heads_first,
+        act=act,
+        precise=x.dtype == jnp.float32,
+        shape=shape,
+        num_axes=len(shape or ()) if positions is None else positions.shape[-1],
+        width=theta.shape[1],
+        **statics,
+    )
 
 
 class Tile:

@@ -1,0 +1,127 @@
+"""The emulated card runs what is right, and tells what is wrong."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests import ptx
+
+INT32 = np.dtype(np.int32)
+
+
+def program(body: str, num_threads: int = 64) -> ptx.Program:
+    """Finds x and y in %rd1 and %rd2, 4 times its thread's number in %rd3."""
+    return ptx.parse(f"""
+.visible .entry pallas_ops_test(
+    .param .u64 .ptr .align 16 test_param_0,
+    .param .u64 .ptr .align 16 test_param_1
+)
+.reqntid {num_threads}, 1, 1
+{{
+    .reg .b32 %r<9>;
+    ld.param.b64 %rd1, [test_param_0];
+    ld.param.b64 %rd2, [test_param_1];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd3, %r1, 4; // bytes
+    add.s64 %rd4, %rd1, %rd3;
+    add.s64 %rd5, %rd2, %rd3;
+    {body}
+    ret;
+}}""")
+
+
+def run(body: str, x: Any, grid: tuple[int, ...] = (1, 1, 1), size: int = 64) -> Any:
+    """y, as int32, of an x of int32."""
+    y = jax.ShapeDtypeStruct((size,), INT32)
+    (out,), traffic = ptx.run(program(body), grid, [np.asarray(x, INT32)], [y])
+    return out, traffic
+
+
+def test_a_copy_and_its_traffic() -> None:
+    body = "ld.global.b32 %r2, [%rd4]; st.global.b32 [%rd5], {%r2};"
+    out, traffic = run(body, np.arange(64))
+    np.testing.assert_array_equal(out, np.arange(64))
+    assert traffic == {
+        "loads bytes": 256,
+        "loads requests": 2,
+        "loads sectors": 8,
+        "stores bytes": 256,
+        "stores requests": 2,
+        "stores sectors": 8,
+    }
+
+
+def test_distant_numbers_take_a_sector_each() -> None:
+    body = """
+    shl.b64 %rd6, %rd3, 4;
+    add.s64 %rd6, %rd1, %rd6;
+    ld.global.b32 %r2, [ %rd6 + 4 ];
+    st.global.b32 [%rd5], %r2;"""
+    out, traffic = run(body, np.arange(1024))
+    np.testing.assert_array_equal(out, 16 * np.arange(64) + 1)
+    assert traffic["loads sectors"] == 64
+
+
+def test_programs_of_a_grid_go_their_ways() -> None:
+    body = """
+    mov.u32 %r2, %ctaid.y;
+    mov.b32 %r3, 7;
+    setp.eq.b32 %p1, %r2, 1;
+    @%p1 bra $L__BB0_2;
+    mov.b32 %r3, 5;
+$L__BB0_2:
+    mad.lo.s32 %r4, %r2, 64, %r1;
+    mul.wide.u32 %rd6, %r4, 4;
+    add.s64 %rd6, %rd2, %rd6;
+    st.global.b32 [%rd6], {%r3};"""
+    out, _ = run(body, [0], grid=(1, 3, 1), size=192)
+    np.testing.assert_array_equal(out, np.repeat([5, 7, 5], 64))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("ld.global.b32 %r2, [%rd4+4];", "global load outside of what may be reached"),
+        ("ld.global.b32 %r2, [%rd4+1048576];", "global load far outside"),
+        ("ld.global.v2.b32 {%r2, %r3}, [%rd4];", "misaligned global load"),
+        ("st.global.b32 [%rd4], %r1;", "global store outside of what may be reached"),
+        ("st.global.b32 [%rd2], %r1;", "two threads store different numbers"),
+        ("st.shared.b32 [global_smem], %r1;", "two threads store different numbers"),
+        ("add.s32 %r2, %r3, 1;", "%r3 is read before it is written"),
+        (
+            "setp.eq.b32 %p1, %r1, 1;\n@%p1 bra $L__BB0_1;\n$L__BB0_1:",
+            "threads of one program part",
+        ),
+        ("frob.b32 %r2, %r1;", "no such instruction here: frob.b32"),
+    ],
+)
+def test_what_a_card_would_not_tell(body: str, message: str) -> None:
+    with pytest.raises(ptx.MachineError, match=message):
+        run(body, np.arange(64))
+
+
+WRITE = "mul.lo.s32 %r2, %r1, 4; st.shared.b32 [%r2], %r1;"
+READ = "xor.b32 %r3, %r2, 128; ld.shared.b32 %r4, [%r3]; st.global.b32 [%rd5], %r4;"
+USED = "mov.b32 %r9, global_smem;"
+
+
+def test_warps_meet_at_barriers() -> None:
+    out, _ = run(f"{USED}{WRITE} bar.sync 0; {READ}", [0])
+    np.testing.assert_array_equal(out, np.arange(64) ^ 32)
+    with pytest.raises(ptx.MachineError, match="no barrier between a write"):
+        run(USED + WRITE + READ, [0])
+    with pytest.raises(ptx.MachineError, match="no barrier between a read"):
+        run(f"{USED}{WRITE} bar.sync 0; {READ} {WRITE}", [0])
+
+
+def test_asynchronous_copies_are_waited_for() -> None:
+    copy = f"""{USED}
+    mul.lo.s32 %r2, %r1, 4;
+    cp.async.ca.shared.global [ %r2 + 0 ], [ %rd4 + 0 ], 0x4, 4;
+    cp.async.commit_group;"""
+    read = "ld.shared.b32 %r4, [%r2]; st.global.b32 [%rd5], %r4;"
+    x = np.arange(64)
+    np.testing.assert_array_equal(run(f"{copy} cp.async.wait_group 0; {read}", x)[0], x)
+    np.testing.assert_array_equal(run(f"{copy} cp.async.wait_group 1; {read}", x)[0], -1)

@@ -1,0 +1,106 @@
+"""What the compiled kernels load and store, counted as they run on the emulated card.
+
+This is what makes them fast: every byte once, 16 a lane, whole sectors.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_ops
+from pallas_ops.ops.chunk_cumsum_decay import config as chunk_cumsum_decay
+from pallas_ops.ops.logcumsumexp import config as logcumsumexp
+from tests import emulate
+from tests.support import kernel_implementation, random_array
+
+KERNEL = kernel_implementation()
+BF16 = jnp.bfloat16
+
+pytestmark = pytest.mark.skipif(
+    KERNEL == "interpret" or jax.default_backend() == "gpu", reason="kernels are not emulated here"
+)
+
+
+class Moves(NamedTuple):
+    """A kernel, and how many bytes it must load and store for each element of x."""
+
+    kernel: str
+    loads: float
+    stores: float
+    run: Callable[..., jax.Array]
+    shapes: tuple[tuple[int, ...], ...]
+    backward: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kernel}{self.shapes[0]}"
+
+
+def rotate(x: jax.Array, theta: jax.Array, **options: Any) -> jax.Array:
+    return pallas_ops.lrpe_cosine(x, theta.astype(jnp.float32), implementation=KERNEL, **options)
+
+
+def attend(bk: jax.Array, aq: jax.Array, ak: jax.Array, av: jax.Array, *rest: jax.Array) -> Any:
+    bq, bv = rest
+    return pallas_ops.tpa_decode(aq, ak, av, bq, bk, bv, implementation=KERNEL)
+
+
+def scan(backward: bool, last: bool) -> Callable[..., jax.Array]:
+    """With the launch of [12, 32768, 2048], forward or backward."""
+    rows, columns = (12, 2048) if not last else (1, 12 * 2048)
+    block_n = logcumsumexp.choose_block_n(32768, 1 if last else columns)
+    sizes = logcumsumexp.Sizes(b=rows, n=32768, c=columns, last=last, itemsize=2)
+    config = logcumsumexp.choose(sizes, block_n, backward=backward)
+    return partial(pallas_ops.logcumsumexp, axis=1, implementation=KERNEL, config=config)
+
+
+def decay(columns: int, **options: Any) -> Callable[..., jax.Array]:
+    """With the launch of [16, 32768, columns]."""
+    sizes = chunk_cumsum_decay.Sizes(
+        b=16 if columns > 1 else 2**15, n=32768, c=columns, chunks=256, chunk_size=128, itemsize=2
+    )
+    config = chunk_cumsum_decay.choose(sizes)
+    run = partial(pallas_ops.chunk_cumsum_decay, chunk_size=128, axis=1)
+    return partial(run, implementation=KERNEL, config=config, **options)
+
+
+ROWS, COLUMNS, HEADS = (4, 8192), (1, 512, 128), ((1, 32, 4, 128), (4, 128))
+CACHE = tuple((1, *s) for s in [(4096, 128), (1, 32, 16), (4096, 32), (4096, 32), (1, 16, 128)])
+
+CASES = (
+    Moves("logcumsumexp", 2, 2, scan(False, True), (ROWS,)),
+    Moves("logcumsumexp_backward", 4, 2, scan(True, True), (ROWS,), backward=True),
+    Moves("logcumsumexp", 2, 2, scan(False, False), (COLUMNS,)),
+    Moves("logcumsumexp_backward", 4, 2, scan(True, False), (COLUMNS,), backward=True),
+    # theta's 4 bytes a number come from the cache, in two requests of half a sector each.
+    Moves("lrpe_cosine", 2 + 8, 4, rotate, HEADS),
+    Moves("lrpe_cosine_backward", 4 + 8, 2, rotate, HEADS, backward=True),
+    Moves("lrpe_cosine_backward", 6 + 8, 2, partial(rotate, act="silu"), HEADS, backward=True),
+    Moves("chunk_cumsum_decay", 2, 2, decay(2048), (COLUMNS,)),
+    Moves("chunk_cumsum_decay", 2, 2, decay(2048, reverse=True), (COLUMNS,)),
+    Moves("chunk_cumsum_decay", 2, 4, decay(2048, dtype=jnp.float32), (COLUMNS,)),
+    Moves("chunk_cumsum_decay", 2, 2, decay(1), ((64, 8192),)),
+    # A token is 5 bytes for each of bk's 128 numbers. The rest is what each of 128 splits has.
+    Moves("tpa_decode", 5 + 1.25, 4, attend, (*CACHE, (1, 4096, 128))),
+)
+
+
+@pytest.mark.parametrize("moves", CASES, ids=str)
+def test_every_byte_moves_once(rng: np.random.Generator, moves: Moves) -> None:
+    x, *rest = (random_array(rng, shape, BF16) for shape in moves.shapes)
+
+    def run(x: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda x: moves.run(x, *rest), x)
+        return pull(out) if moves.backward else out
+
+    with emulate.traffic() as traffic:
+        jax.block_until_ready(jax.jit(run)(x))
+    counts = traffic[f"pallas_ops_{moves.kernel}"]
+    for what, expected in (("loads", moves.loads), ("stores", moves.stores)):
+        moved = 32 * counts[f"{what} sectors"] / x.size
+        assert 0.95 * expected <= moved <= 1.1 * expected, f"{moved} bytes of {what}"
+        assert counts[f"{what} bytes"] / counts[f"{what} requests"] >= 320, f"narrow {what}"
