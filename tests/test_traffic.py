@@ -49,12 +49,12 @@ def attend(bk: jax.Array, aq: jax.Array, ak: jax.Array, av: jax.Array, *rest: ja
     return pallas_ops.tpa_decode(aq, ak, av, bq, bk, bv, implementation=KERNEL)
 
 
-def scan(backward: bool, last: bool) -> Callable[..., jax.Array]:
-    """With the launch of [12, 32768, 2048], forward or backward."""
+def scan(saves: bool, last: bool) -> Callable[..., jax.Array]:
+    """With the launch of [12, 32768, 2048], forward alone or to go backward."""
     rows, columns = (12, 2048) if not last else (1, 12 * 2048)
-    block_n = logcumsumexp.choose_block_n(32768, 1 if last else columns)
+    block_n = logcumsumexp.choose_block_n(32768, 1 if last else columns, alone=not saves)
     sizes = logcumsumexp.Sizes(b=rows, n=32768, c=columns, last=last, itemsize=2)
-    config = logcumsumexp.choose(sizes, block_n, backward=backward)
+    config = logcumsumexp.choose(sizes, block_n)
     return partial(pallas_ops.logcumsumexp, axis=1, implementation=KERNEL, config=config)
 
 

@@ -4,9 +4,10 @@ import dataclasses
 
 from pallas_ops.core.tiles import power_of_two
 
-LANE_ELEMENTS = 128  # of a tile with columns: what a lane holds in registers
-FEW_ELEMENTS = 32  # the same along a last axis, and where loads are narrow
-MOST_CHUNKS = 16  # of a tile with columns: of each, where it is takes registers
+LINE_BYTES = 256  # of columns side by side: half as many cost a third of the speed
+TILE_BYTES = 4096  # of a warp's tile with columns
+ROW_ELEMENTS = 1024  # of a warp's tile along a last axis
+NARROW = 16  # columns up to which a lane sums its neighbours' numbers, not its own
 MAX_WARPS = 4
 LEAST_PARTS = 8  # of a chunk that is all of the axis: fewer do not make up for another pass
 
@@ -67,35 +68,39 @@ class Sizes:
 
 
 def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
-    """Full lanes, and where the array is small, rather more warps than full lanes."""
-    block_c = min(power_of_two(s.c), 32)
-    each = FEW_ELEMENTS if s.c == 1 or s.vector < 4 else LANE_ELEMENTS
-    widest = 32 * each // block_c  # positions of a warp
-    num_parts = min(2 * num_sms // (s.b * -(-s.c // block_c)), s.n // (4 * widest))
+    """Whole lines of memory, loads that run ahead, and more warps where the array is small."""
+    block_c = min(power_of_two(s.c), LINE_BYTES // s.itemsize)
+    most = ROW_ELEMENTS if s.c == 1 else max(64, TILE_BYTES // (block_c * s.itemsize))
+    num_parts = min(2 * num_sms // (s.b * -(-s.c // block_c)), s.n // (4 * most))
     if s.chunks == 1 and num_parts >= LEAST_PARTS:
         part = dataclasses.replace(s, chunk_size=-(-s.n // num_parts), chunks=num_parts)
         return dataclasses.replace(choose(part, num_sms=num_sms), num_parts=num_parts)
-    block_n = min(power_of_two(s.chunk_size), MAX_WARPS * widest)
-    if s.c > 1 and block_n < s.chunk_size:
-        block_n = widest  # a loop within one warp: nothing to wait for between tiles
-    most_chunks = widest if s.c == 1 else MOST_CHUNKS
-    num_chunks = max(1, min(widest // block_n, power_of_two(s.b * s.chunks), most_chunks))
-    num_warps = max(1, block_n // widest)
+    block_n = min(power_of_two(s.chunk_size), MAX_WARPS * most if s.c == 1 else most)
+    if s.c > NARROW and block_n == 64:
+        block_n = min(
+            block_n, power_of_two(s.chunk_size) // 2
+        )  # two tiles: the second's load waits
+    per_warp = ROW_ELEMENTS if s.c == 1 else TILE_BYTES // s.itemsize
+    num_chunks = max(1, min(per_warp // (block_n * block_c), power_of_two(s.b * s.chunks)))
     programs = -(-s.c // block_c) * -(-s.b * s.chunks // num_chunks)
     while num_chunks > 1 and programs < 32 * num_sms:
         num_chunks //= 2
         programs *= 2
     elements = block_n * num_chunks * block_c
-    while num_warps < MAX_WARPS and programs * num_warps < 8 * num_sms:
+    num_warps = max(1, elements // per_warp)
+    while num_warps < MAX_WARPS and programs * num_warps < 3 * num_sms:
         if elements // (32 * num_warps) <= 2 * s.vector:
             break
         num_warps *= 2
-    groups = max(1, 32 * num_warps * s.vector // (block_c * num_chunks))
+    if s.c <= NARROW:
+        num_steps = 1 if s.c == 1 or programs >= 31 * num_sms else 2
+    else:
+        num_steps = block_n if block_n <= 16 else 8
     return ChunkCumsumDecayConfig(
         block_n=block_n,
         block_c=block_c,
         num_chunks=num_chunks,
-        num_steps=1 if s.c == 1 else max(1, block_n // groups),
+        num_steps=min(block_n, num_steps),
         num_warps=num_warps,
         num_stages=1 if s.chunk_size <= block_n else 3,
     )

@@ -5,7 +5,10 @@ from typing import Literal
 
 from pallas_ops.core.tiles import power_of_two
 
-PARALLEL_ELEMENTS = 2048  # of a tile: 64 a lane of one warp
+ROW_ELEMENTS = 1024  # of a tile along the last axis
+TILE_ELEMENTS = 8192  # of a tile along another
+WARP_BYTES = 4096  # of a tile, for each warp
+WIDEST = 64  # columns: 128 bytes of memory side by side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,27 +59,38 @@ class Sizes:
     itemsize: int
 
 
-def choose_block_n(n: int, c: int) -> int:
-    """Positions of a tile, by the length of the axis and the columns beside it (1: the last)."""
-    width = min(32, power_of_two(c))
-    return min(power_of_two(n), max(64, PARALLEL_ELEMENTS // width))
+def choose_block_n(n: int, c: int, *, alone: bool = False) -> int:
+    """Positions of a tile, by the length of the axis and the columns beside it (1: the last).
+
+    The forward pass alone has twice as many as where a backward pass, which has registers for half,
+    needs what it remembers of each tile.
+    """
+    most = ROW_ELEMENTS if c == 1 else TILE_ELEMENTS if alone else TILE_ELEMENTS // 2
+    return min(power_of_two(n), most // min(power_of_two(c), WIDEST))
 
 
-def choose(
-    s: Sizes, block_n: int, *, backward: bool = False, num_sms: int = 132
-) -> LogcumsumexpConfig:
+def choose(s: Sizes, block_n: int, *, num_sms: int = 132) -> LogcumsumexpConfig:
     """The launch for tiles of `block_n` positions."""
-    widest = max(1, PARALLEL_ELEMENTS // block_n)
-    block_c = min(power_of_two(s.c), widest, 8 if s.last else 16 if backward else 64)
+    most, widest = (ROW_ELEMENTS, 8) if s.last else (TILE_ELEMENTS, WIDEST)
+    block_c = min(power_of_two(s.c), widest, max(1, most // block_n))
     elements = block_n * block_c
-    blocks = s.b * -(-s.c // block_c)
-    tiles = -(-s.n // block_n)
-    num_parts = 1 if blocks >= 2 * num_sms else max(1, min(511, tiles, 8 * num_sms // blocks))
+    blocks, tiles = s.b * -(-s.c // block_c), -(-s.n // block_n)
+    parts = min(512, tiles, (16 if s.last else 8) * num_sms // blocks)
+    num_parts = 1 if fills(s, num_sms=num_sms) else max(1, parts)
+    exact = 512 if 2048 < elements < TILE_ELEMENTS else 256
+    narrow = 1 if s.last or s.c % 4 == 0 else 2  # loads take more registers
     return LogcumsumexpConfig(
         block_n=block_n,
         block_c=block_c,
-        block_exact=max(1, min(block_n, 512 // block_c)),
+        block_exact=max(1, min(block_n, exact // block_c)),
         num_parts=num_parts,
-        num_warps=max(1, min(4, elements // (1024 if backward else 2048))),
-        num_stages=1 if s.last else 3 if backward else 4,
+        num_warps=max(1, narrow * elements * s.itemsize // WARP_BYTES),
+        num_stages=1 if s.last else 2 if num_parts == 1 else 3,
     )
+
+
+def fills(s: Sizes, *, num_sms: int = 132) -> bool:
+    """Whether the columns alone make as many programs as the card needs."""
+    if s.last:
+        return s.c >= 2 * num_sms
+    return s.b * -(-s.c // WIDEST) >= num_sms

@@ -46,7 +46,7 @@ def forward(
     save: bool,
 ) -> tuple[jax.Array, ...]:
     """Output and final state; to save: the pairs before each tile and after the last."""
-    plan = plan_of(x, axis, block_n, config, reverse=reverse, clip=clip)
+    plan = plan_of(x, axis, block_n, config, saves=save, reverse=reverse, clip=clip)
     parts, marks = plan.parts, plan.tiles + 1
     column = None if initial is None else plan.view(initial)
     view = plan.view(x)
@@ -192,15 +192,14 @@ def _starts_kernel(
     plan: Plan,
 ) -> None:
     columns = Columns(plan, pl.program_id(0))
-    i = span(power_of_two(plan.parts + 1))[:, None]
-    index = columns.index(i - 1)
-    there = (i >= 1) & (i <= plan.parts) & columns.inside[None]
+    i = span(power_of_two(plan.parts))[:, None]
+    there = (i < plan.parts) & columns.inside[None]
     total = (
-        plgpu.load(total_p_ref.at[index], mask=there, other=-HUGE),
-        plgpu.load(total_s_ref.at[index], mask=there, other=0.0),
+        plgpu.load(total_p_ref.at[columns.index(i)], mask=there, other=-HUGE),
+        plgpu.load(total_s_ref.at[columns.index(i)], mask=there, other=0.0),
     )
-    initial = tuple(x[None] for x in initial_pair(columns, initial_ref))
-    starts = add_pairs(initial, scan(add_pairs, total))
+    initial = initial_pair(columns, initial_ref)
+    columns.put_pair((start_p_ref, start_s_ref), 0, initial)
+    starts = add_pairs(tuple(x[None] for x in initial), scan(add_pairs, total))
     for ref, start in zip((start_p_ref, start_s_ref), starts, strict=True):
-        mask = (i <= plan.parts) & columns.inside[None]
-        plgpu.store(ref.at[columns.index(i)], start, mask=mask)
+        plgpu.store(ref.at[columns.index(i + 1)], start, mask=there)

@@ -53,7 +53,7 @@ def backward(
     config: LogcumsumexpConfig | None,
 ) -> tuple[jax.Array, jax.Array]:
     """dx, and the gradient of the initial state, from the pairs that `forward` saved."""
-    plan = plan_of(x, axis, block_n, config, backward=True, reverse=reverse, clip=clip)
+    plan = plan_of(x, axis, block_n, config, reverse=reverse, clip=clip)
     parts = plan.parts
     arrays = [plan.view(y) for y in (x, do, mark_p, mark_s, dfinal)]
     states = None
@@ -226,7 +226,7 @@ def _states_kernel(
 ) -> None:
     """W -> factor W + sum, one part after another, from the last."""
     columns = Columns(plan, pl.program_id(0))
-    i = span(power_of_two(plan.parts + 1))[:, None]
+    i = span(power_of_two(plan.parts))[:, None]
     there = (i < plan.parts) & columns.inside[None]
 
     def mark(ref: Ref, i: jax.Array, other: float) -> jax.Array:
@@ -237,12 +237,12 @@ def _states_kernel(
     s, t = (mark(mark_s_ref, j, 1.0) for j in (i, i + 1))
     factor = exp2((p - q) * LOG2E + (log_scale(s) - log_scale(t)))
     factor = jnp.where((s == 0) | ((s == jnp.inf) & (t == jnp.inf)), 0.0, factor)
+    factor = jnp.where(i < plan.parts, factor, 1.0)
     own = plgpu.load(sum_ref.at[columns.index(i)], mask=there, other=0.0)
-    own = jnp.where(i == plan.parts, columns.row(dfinal_ref, 0)[None], own)
-    factor = jnp.where(i < plan.parts, factor, jnp.where(i == plan.parts, 0.0, 1.0))
-    _, state = scan(_affine, (factor, own), reverse=True)
-    mask = (i <= plan.parts) & columns.inside[None]
-    plgpu.store(state_ref.at[columns.index(i)], state, mask=mask)
+    behind = columns.row(dfinal_ref, 0)
+    columns.put_row(state_ref, plan.parts, behind)
+    factor, own = scan(_affine, (factor, own), reverse=True)
+    plgpu.store(state_ref.at[columns.index(i)], factor * behind[None] + own, mask=there)
 
 
 def _affine(before: Any, after: Any) -> Any:

@@ -17,7 +17,13 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import launch
 from pallas_ops.core.tiles import Ref, power_of_two, span
-from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Sizes, choose
+from pallas_ops.ops.logcumsumexp.config import (
+    LogcumsumexpConfig,
+    Sizes,
+    choose,
+    choose_block_n,
+    fills,
+)
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -57,7 +63,7 @@ class Plan:
 
     def narrowed(self) -> "Plan":
         """The plan for what goes over all parts at once."""
-        block_c = max(1, min(self.c.block_c, 2048 // power_of_two(self.parts + 1)))
+        block_c = max(1, min(self.c.block_c, 512 // power_of_two(self.parts)))
         return dataclasses.replace(
             self, c=dataclasses.replace(self.c, block_c=block_c, num_warps=4)
         )
@@ -95,15 +101,18 @@ def plan_of(
     block_n: int,
     config: LogcumsumexpConfig | None,
     *,
-    backward: bool = False,
+    saves: bool = True,
     **statics: Any,
 ) -> Plan:
-    """How to run along one axis of x."""
+    """How to run along one axis of x, with tiles of `block_n` if they are remembered."""
     outer, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
     last = inner == 1
     b, c = (1, outer) if last else (outer, inner)
     s = Sizes(b=b, n=x.shape[axis], c=c, last=last, itemsize=x.dtype.itemsize)
-    return Plan(s, config or choose(s, block_n, backward=backward), **statics)
+    if config is None:
+        alone = not saves and fills(s)
+        config = choose(s, choose_block_n(s.n, inner, alone=True) if alone else block_n)
+    return Plan(s, config, **statics)
 
 
 class Columns:

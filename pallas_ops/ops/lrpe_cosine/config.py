@@ -7,7 +7,7 @@ from pallas_ops.core.tiles import power_of_two
 
 WIDEST = 4096  # features that one tile can hold
 BUNCH = 8  # tiles that a walk loads at a time
-SPREAD_ELEMENTS = 2**25  # of x, from which on a grid's theta is worth a copy
+SPREAD_ELEMENTS = 2**22  # of x, from which on a grid's theta is worth a copy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,19 +69,19 @@ class Sizes:
     d: int
 
 
-def choose(s: Sizes, *, backward: bool = False) -> LrpeCosineConfig:
-    """The launch for what sees one token at a time: 2,048 numbers a program, 16 a thread."""
+def choose(s: Sizes) -> LrpeCosineConfig:
+    """The launch for what sees one token at a time: 1,024 numbers a program, 8 a thread."""
     block_d = min(power_of_two(s.d), WIDEST)
-    rows = max(1, (1024 if backward else 2048) // block_d)
+    rows = max(1, 1024 // block_d)
     return LrpeCosineConfig(block_n=min(rows, power_of_two(s.n * s.h)), block_d=block_d)
 
 
 def choose_columns(s: Sizes, *, num_sms: int = 132) -> LrpeCosineConfig:
     """The launch for what walks the sequence: a bunch of 1,024 numbers a tile, 8 a thread.
 
-    A short sequence is one walk; a long one is cut until there are 8 programs a multiprocessor.
+    A short sequence is one walk; a long one is cut until there are 32 programs a multiprocessor.
     """
-    block_d = min(power_of_two(s.d), 64)
+    block_d = min(power_of_two(s.d), 128)
     block_n = min(1024 // block_d, power_of_two(-(-s.n // BUNCH)))
     bunches = -(-s.n // (BUNCH * block_n))
     walks = s.b * s.h * -(-s.d // block_d)
@@ -89,7 +89,7 @@ def choose_columns(s: Sizes, *, num_sms: int = 132) -> LrpeCosineConfig:
         variant="block",
         block_n=block_n,
         block_d=block_d,
-        num_parts=1 if bunches <= 2 else max(1, min(bunches, 8 * num_sms // walks)),
+        num_parts=1 if bunches <= 2 else max(1, min(bunches, 32 * num_sms // walks)),
         num_warps=max(1, min(4, block_n * block_d // 256)),
     )
 

@@ -63,14 +63,14 @@ def backward(
     **static: Any,
 ) -> tuple[jax.Array]:
     """dx, from dout [B, .., 2, D] and, where there is an activation, x."""
-    plan = plan_of(dout, theta, positions, backward=True, **static)
+    plan = plan_of(dout, theta, positions, **static)
     theta = spread(plan, theta)
     views = (None if x is None else plan.view(x), plan.view(dout))
     operands: Operands = (*views, theta, offset, positions, cached, pivot, share)
     mean = None
     if plan.act == SOFTMAX_SEQUENCE and plan.parts > 1:
         mean = kernel_block.mean(plan, operands)
-        plan = _by_rows(plan, backward=True)
+        plan = _by_rows(plan)
     dx = jax.ShapeDtypeStruct((plan.s.b, plan.rows, plan.s.d), dout.dtype)
     if plan.c.variant == "block":
         result = kernel_block.backward(plan, operands, dx)
@@ -80,9 +80,9 @@ def backward(
     return (result.reshape(*dout.shape[:3], plan.s.d),)
 
 
-def _by_rows(plan: Plan, *, backward: bool = False) -> Plan:
+def _by_rows(plan: Plan) -> Plan:
     """The plan once the softmax over the sequence is known."""
-    return dataclasses.replace(plan, c=choose(plan.s, backward=backward))
+    return dataclasses.replace(plan, c=choose(plan.s))
 
 
 def _launch(

@@ -116,7 +116,6 @@ def plan_of(
     heads_first: bool,
     act: str,
     shape: tuple[int, ...] | None,
-    backward: bool = False,
     **statics: Any,
 ) -> Plan:
     """How to run on x or on the output's gradient."""
@@ -124,7 +123,7 @@ def plan_of(
     h, n = (first, second) if heads_first else (second, first)
     s = Sizes(b=b, n=n, h=h, d=x.shape[-1])
     if config is None:
-        config = choose_columns(s) if act == SOFTMAX_SEQUENCE else choose(s, backward=backward)
+        config = choose_columns(s) if act == SOFTMAX_SEQUENCE else choose(s)
     return Plan(
         s=s,
         c=config,
