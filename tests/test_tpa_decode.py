@@ -12,6 +12,7 @@ import pallas_ops
 from pallas_ops import TpaDecodeConfig
 from pallas_ops.ops.tpa_decode.config import Sizes, choose_backward
 from tests.support import (
+    EPS32,
     assert_as_good_as_reference,
     assert_close,
     case,
@@ -150,7 +151,8 @@ def test_gradient_is_as_good_as_the_reference(rng: Rng, shape: dict[str, int], d
     for given, lengths in lengths_to_try(rng, shape, dtype):
         got, own = kernel(xs, given, cotangents), jax.jit(pull)(xs, lengths, cotangents)
         truth = in_float64(pull, xs, lengths, cotangents)
-        assert_as_good_as_reference(got, own, truth)
+        # The hardware's exp2 is off by 2 ulps, and the terms of a softmax's gradient cancel.
+        assert_as_good_as_reference(got, own, truth, floor=8 * EPS32)
 
 
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])
