@@ -124,4 +124,5 @@ def test_asynchronous_copies_are_waited_for() -> None:
     read = "ld.shared.b32 %r4, [%r2]; st.global.b32 [%rd5], %r4;"
     x = np.arange(64)
     np.testing.assert_array_equal(run(f"{copy} cp.async.wait_group 0; {read}", x)[0], x)
-    np.testing.assert_array_equal(run(f"{copy} cp.async.wait_group 1; {read}", x)[0], -1)
+    with pytest.raises(ptx.MachineError, match="asynchronous copy is about to write"):
+        run(f"{copy} cp.async.wait_group 1; {read}", x)

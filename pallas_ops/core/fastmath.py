@@ -20,6 +20,15 @@ LOG2E = math.log2(math.e)
 ROUNDER, LARGE_ROUNDER = 1.5 * 2**23, 1.25 * 2**24
 
 
+def settled(x: jax.Array) -> jax.Array:
+    """x in float32, as it is: read from where a pipelined loop's load has put it.
+
+    Triton may move that reading into the branch of a `lax.cond` that alone needs the number, which
+    is behind the next load into the same place.
+    """
+    return x if launch.is_interpreted() else _ptx("mov.b32", x)
+
+
 def frequency(theta: jax.Array) -> tuple[jax.Array, jax.Array]:
     """theta / (2 pi) as the sum of two float32, within 2**-46 of it."""
     if launch.is_interpreted():

@@ -99,6 +99,7 @@ class Shared:
         cells = (num_programs, math.ceil(size / 2))
         self.written, self.read = np.full((2, *cells), -1, np.int32)
         self.writer, self.reader = np.zeros((2, *cells), np.int16)
+        self.coming = np.zeros(cells, np.int16)  # asynchronous copies that will write there
 
     def load(
         self, programs: Array, time: int, address: Array, mask: Array, dtype: Any, count: int
@@ -120,6 +121,7 @@ class Shared:
     def reads(self, programs: Array, time: int, address: Array, mask: Array, width: int) -> None:
         """Reading of `width` bytes by each thread."""
         row, cell, warp = self._cells(programs, address, mask, width)
+        self._settled(row, cell)
         self._ordered(row, cell, warp, time, self.written, self.writer, "a write")
         others = (self.read[row, cell] == time) & (self.reader[row, cell] != warp)
         self.reader[row, cell] = np.where(others, -1, warp)
@@ -128,11 +130,25 @@ class Shared:
 
     def writes(self, programs: Array, time: int, address: Array, mask: Array, width: int) -> None:
         row, cell, warp = self._cells(programs, address, mask, width)
+        self._settled(row, cell)
         self._ordered(row, cell, warp, time, self.written, self.writer, "a write")
         self._ordered(row, cell, warp, time, self.read, self.reader, "a read")
         self.writer[row, cell] = warp
         self.writer[row, cell] = np.where(self.writer[row, cell] != warp, _ANYBODY, warp)
         self.written[row, cell] = time
+
+    def expect(
+        self, programs: Array, time: int, address: Array, mask: Array, width: int, change: int
+    ) -> None:
+        """An asynchronous copy sets out (1) or arrives (-1)."""
+        row, cell, warp = self._cells(programs, address, mask, width)
+        if change > 0:
+            self._ordered(row, cell, warp, time, self.read, self.reader, "a read")
+        np.add.at(self.coming, (row, cell), change)
+
+    def _settled(self, row: Array, cell: Array) -> None:
+        if self.coming[row, cell].any():
+            raise MachineError("a place that an asynchronous copy is about to write")
 
     def _at(self, address: Array, mask: Array, dtype: Any, count: int, what: str) -> Array:
         size = np.dtype(dtype).itemsize

@@ -21,6 +21,8 @@ def load(m: Machine, i: Instruction) -> None:
         values = m.shared.load(m.group.members, m.group.barriers, *where)
     else:
         values = m.memory.load(*where)
+    if values.itemsize == 1:  # no register is as small
+        values = values.astype(np.uint16)
     for k, name in enumerate(names):
         m.write(name, values[..., k])
     return None
@@ -56,11 +58,15 @@ def copy(m: Machine, i: Instruction) -> None:
             some = taken > 0
         values = m.memory.load(m.address(i.operands[1]), m.mask & some, np.uint32, size // 4)
         values = np.where(some[..., None], values, 0).astype(np.uint32)
-        m.group.copies[-1].append(Copy(m.address(i.operands[0]), m.mask, values))
+        address = m.address(i.operands[0])
+        m.shared.expect(m.group.members, m.group.barriers, address, m.mask, size, 1)
+        m.group.copies[-1].append(Copy(address, m.mask, values))
     else:
         raise MachineError(f"no such copy here: {i.opcode}")
 
 
 def _arrive(m: Machine, address: Array, mask: Array, values: Array) -> None:
     full = np.broadcast_to(values, (*m.shape, values.shape[-1]))
-    m.shared.store(m.group.members, m.group.barriers, m.full(address), m.full(mask), full)
+    where = m.group.members, m.group.barriers, m.full(address), m.full(mask)
+    m.shared.expect(*where, values.shape[-1] * values.itemsize, -1)
+    m.shared.store(*where, full)

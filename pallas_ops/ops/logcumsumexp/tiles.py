@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import launch
+from pallas_ops.core.fastmath import settled
 from pallas_ops.core.tiles import Ref, power_of_two, span
 from pallas_ops.ops.logcumsumexp.config import (
     LogcumsumexpConfig,
@@ -142,7 +143,8 @@ class Columns:
 
     def pair(self, refs: tuple[Ref, Ref], position: jax.Array | int) -> Pair:
         """A pair of remembered numbers; nothing, in columns that do not exist."""
-        return self.row(refs[0], position, -HUGE), self.row(refs[1], position)
+        p, s = self.row(refs[0], position, -HUGE), self.row(refs[1], position)
+        return settled(p), settled(s)
 
     def put_pair(self, refs: tuple[Ref, Ref], position: jax.Array | int, pair: Pair) -> None:
         for ref, value in zip(refs, pair, strict=True):
@@ -182,7 +184,7 @@ class Tile:
         """The tile in float32, `other` where there is none."""
         mask = self.mask
         x = plgpu.load(ref.at[self.index], mask=mask, other=None if mask is None else other)
-        return x.astype(jnp.float32)
+        return settled(x.astype(jnp.float32))
 
     def load_x(self, ref: Ref) -> jax.Array:
         """The same of x: -inf where there is none, else clipped."""
