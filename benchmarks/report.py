@@ -81,11 +81,14 @@ def _grid(table: Table, metric: Metric) -> str:
 
 
 def _shown(cell: Cell, metric: Metric) -> str:
-    """The number; or -1, for which a footnote has the reason; or "ok": right, but not timed."""
+    """The number; or -1, for which a footnote has the reason; or "ok": right, but not timed.
+
+    Peaks may be measured in some rows only.
+    """
     value = metric.value(cell)
     if value is not None:
         return f"{value:.6f}"
-    return "-1" if metric.reason(cell) else "ok"
+    return "-1" if metric.reason(cell) else "" if metric.name == "memory" else "ok"
 
 
 def _footnotes(table: Table, metric: Metric) -> Iterator[str]:
