@@ -115,7 +115,7 @@ def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
 
 
 def test_few_programs_sum_a_chunk_in_parts() -> None:
-    for b, n, c, parts in ((1, 131072, 16, 256), (1, 131072, 2048, 1), (8, 4096, 16, 8)):
+    for b, n, c, parts in ((1, 131072, 16, 256), (1, 131072, 2048, 16), (8, 4096, 16, 8)):
         s = Sizes(b=b, n=n, c=c, chunks=1, chunk_size=n, itemsize=2)
         assert choose(s).num_parts == parts
         assert choose(dataclasses.replace(s, chunks=2)).num_parts == 1

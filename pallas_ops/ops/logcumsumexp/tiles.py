@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_ops.core import launch
-from pallas_ops.core.fastmath import settled
+from pallas_ops.core import fastmath, launch
 from pallas_ops.core.tiles import Ref, power_of_two, span
 from pallas_ops.ops.logcumsumexp.config import (
     LogcumsumexpConfig,
@@ -78,6 +77,10 @@ class Plan:
         """Of a tile's positions: as many as there are lanes beside its columns."""
         lanes = self.c.num_warps * 32 * max(1, 16 // self.s.itemsize)
         return max(1, lanes // self.c.block_c)
+
+    def settled(self, x: jax.Array) -> jax.Array:
+        """What a loop loads, if its loads run ahead."""
+        return fastmath.settled(x) if self.c.num_stages > 1 else x
 
     def view(self, x: jax.Array) -> jax.Array:
         """[..., k, ...] as [b, k, c], or [rows, k] where the axis is the last."""
@@ -144,7 +147,7 @@ class Columns:
     def pair(self, refs: tuple[Ref, Ref], position: jax.Array | int) -> Pair:
         """A pair of remembered numbers; nothing, in columns that do not exist."""
         p, s = self.row(refs[0], position, -HUGE), self.row(refs[1], position)
-        return settled(p), settled(s)
+        return self.plan.settled(p), self.plan.settled(s)
 
     def put_pair(self, refs: tuple[Ref, Ref], position: jax.Array | int, pair: Pair) -> None:
         for ref, value in zip(refs, pair, strict=True):
@@ -184,7 +187,7 @@ class Tile:
         """The tile in float32, `other` where there is none."""
         mask = self.mask
         x = plgpu.load(ref.at[self.index], mask=mask, other=None if mask is None else other)
-        return settled(x.astype(jnp.float32))
+        return self.plan.settled(x.astype(jnp.float32))
 
     def load_x(self, ref: Ref) -> jax.Array:
         """The same of x: -inf where there is none, else clipped."""
