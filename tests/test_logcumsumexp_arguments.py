@@ -131,10 +131,10 @@ def test_choice_fills_the_card_without_idle_parts(n: int, c: int, last: bool) ->
 
 
 H200 = [
-    case(shape=(98304, 2048), axis=1),
-    case(shape=(12, 8192, 2048), axis=1),
-    case(shape=(1, 131_072, 64), axis=1),
-    case(shape=(1000, 999), axis=0),
+    case(shape=(98304, 2048), axis=1, spills=36),  # with JAX 0.12
+    case(shape=(12, 8192, 2048), axis=1, spills=0),
+    case(shape=(1, 131_072, 64), axis=1, spills=40),
+    case(shape=(1000, 999), axis=0, spills=0),
 ]
 
 
@@ -152,5 +152,4 @@ def test_compiles_for_h200_with_hardly_a_spill(case: dict[str, Any]) -> None:
         "pallas_ops_logcumsumexp",
         "pallas_ops_logcumsumexp_backward",
     }
-    # A few registers at most, by JAX's version; none in 0.11.2, where launches were chosen.
-    assert max(kernel.spill_bytes for kernel in ours) <= 64
+    assert max(kernel.spill_bytes for kernel in ours) <= case["spills"]

@@ -152,7 +152,8 @@ def test_gradient_is_as_good_as_the_reference(rng: Rng, shape: dict[str, int], d
         got, own = kernel(xs, given, cotangents), jax.jit(pull)(xs, lengths, cotangents)
         truth = in_float64(pull, xs, lengths, cotangents)
         # The hardware's exp2 is off by 2 ulps, and the terms of a softmax's gradient cancel.
-        assert_as_good_as_reference(got, own, truth, floor=16 * EPS32)
+        floor = (16 if dtype == jnp.float32 else 4) * EPS32
+        assert_as_good_as_reference(got, own, truth, floor=floor)
 
 
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])
