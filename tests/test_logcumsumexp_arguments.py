@@ -131,15 +131,16 @@ def test_choice_fills_the_card_without_idle_parts(n: int, c: int, last: bool) ->
 
 
 H200 = [
-    case(shape=(98304, 2048), axis=1, spills=36),  # with JAX 0.12
-    case(shape=(12, 8192, 2048), axis=1, spills=0),
-    case(shape=(1, 131_072, 64), axis=1, spills=40),
-    case(shape=(1000, 999), axis=0, spills=0),
+    case(shape=(98304, 2048), axis=1),
+    case(shape=(12, 8192, 2048), axis=1),
+    case(shape=(1, 131_072, 64), axis=1),
+    case(shape=(4, 131_072, 16), axis=1),
+    case(shape=(1000, 999), axis=0),
 ]
 
 
 @pytest.mark.parametrize("case", H200)
-def test_compiles_for_h200_with_hardly_a_spill(case: dict[str, Any]) -> None:
+def test_compiles_for_h200_without_a_spill(case: dict[str, Any]) -> None:
     x = jax.ShapeDtypeStruct(case["shape"], jnp.bfloat16)
     fn = partial(pallas_ops.logcumsumexp, axis=case["axis"])
 
@@ -152,4 +153,4 @@ def test_compiles_for_h200_with_hardly_a_spill(case: dict[str, Any]) -> None:
         "pallas_ops_logcumsumexp",
         "pallas_ops_logcumsumexp_backward",
     }
-    assert max(kernel.spill_bytes for kernel in ours) <= case["spills"]
+    assert max(kernel.spill_bytes for kernel in ours) == 0

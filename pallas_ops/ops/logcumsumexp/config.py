@@ -1,6 +1,7 @@
 """How big logcumsumexp's blocks are."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from pallas_ops.core.tiles import power_of_two
@@ -69,22 +70,25 @@ def choose_block_n(n: int, c: int, *, alone: bool = False) -> int:
     return min(power_of_two(n), most // min(power_of_two(c), WIDEST))
 
 
-def choose(s: Sizes, block_n: int, *, num_sms: int = 132) -> LogcumsumexpConfig:
+def choose(
+    s: Sizes, block_n: int, *, backward: bool = False, num_sms: int = 132
+) -> LogcumsumexpConfig:
     """The launch for tiles of `block_n` positions."""
-    most, widest = (ROW_ELEMENTS, 8) if s.last else (TILE_ELEMENTS, WIDEST)
+    most = ROW_ELEMENTS if s.last else TILE_ELEMENTS
+    widest = 8 if s.last else WIDEST // 2 if backward else WIDEST
     block_c = min(power_of_two(s.c), widest, max(1, most // block_n))
     elements = block_n * block_c
     blocks, tiles = s.b * -(-s.c // block_c), -(-s.n // block_n)
-    parts = min(512, tiles, (16 if s.last else 8) * num_sms // blocks)
+    # Each part reads what all others came to: with more parts that would be more than x is.
+    parts = min(512, tiles, math.isqrt(s.n // 2), (16 if s.last else 8) * num_sms // blocks)
     num_parts = 1 if fills(s, num_sms=num_sms) else max(1, parts)
-    exact = 512 if 2048 < elements < TILE_ELEMENTS else 256
-    narrow = 1 if s.last or s.c % 4 == 0 else 2  # loads take more registers
+    narrow = s.c % 4 > 0 or (backward and block_c < 32)  # which takes more registers
     return LogcumsumexpConfig(
         block_n=block_n,
         block_c=block_c,
-        block_exact=max(1, min(block_n, exact // block_c)),
+        block_exact=min(block_n, 256 // block_c if s.last else 32),
         num_parts=num_parts,
-        num_warps=max(1, narrow * elements * s.itemsize // WARP_BYTES),
+        num_warps=max(1, elements * s.itemsize // WARP_BYTES) << (narrow and not s.last),
         num_stages=1 if s.last else 2 if num_parts == 1 else 3,
     )
 

@@ -3,40 +3,38 @@
 With pairs (p, s) of all up to i, and W the gradient of the state after a tile: below one pivot,
 dx_j = exp(x_j - p) (sum_{i>=j} do_i / s_i + W / s_last), and W of the state before is that sum over
 the whole tile, times exp(p_before - p) s_before. Where a tile's range is too wide for one pivot, a
-scan of T_i = do_i + exp(o_i - o_{i+1}) T_{i+1} gives dx_i = exp(x_i - o_i) T_i. An axis in several
-parts takes three launches: each part as the map W -> factor W + sum, their scan, the parts.
+scan of T_i = do_i + exp(o_i - o_{i+1}) T_{i+1} gives dx_i = exp(x_i - o_i) T_i.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, power_of_two, span
+from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import pipelined, scan
-from pallas_ops.ops.logcumsumexp import kernel_recurrence
+from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
+from pallas_ops.ops.logcumsumexp.kernel_recurrence import Refs
 from pallas_ops.ops.logcumsumexp.sums import (
+    add_pairs,
+    at,
     exponentials,
     fading_sum,
     inverse,
     log_scale,
+    pair_of,
     pivot_of,
     repeat,
-    running_pairs,
     running_sum,
     too_wide,
     total_of,
 )
 from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Plan, Tile, plan_of
-
-Refs = tuple[Ref, Ref, Ref | None]  # x, do, dx; nothing to store without dx
 
 
 def backward(
@@ -53,19 +51,17 @@ def backward(
     config: LogcumsumexpConfig | None,
 ) -> tuple[jax.Array, jax.Array]:
     """dx, and the gradient of the initial state, from the pairs that `forward` saved."""
-    plan = plan_of(x, axis, block_n, config, reverse=reverse, clip=clip)
+    plan = plan_of(x, axis, block_n, config, backward=True, reverse=reverse, clip=clip)
     parts = plan.parts
     arrays = [plan.view(y) for y in (x, do, mark_p, mark_s, dfinal)]
-    states = None
-    if parts > 1:
-        states = _states(plan, *arrays)
+    sums = _sums(plan, *arrays[:-1]) if parts > 1 else None
     dx, dinitial = launch(
         partial(_backward_kernel, plan=plan),
         *arrays,
-        states,
+        sums,
         name="logcumsumexp_backward",
         grid=(plan.column_blocks, parts, plan.s.b),
-        in_specs=[*_specs(plan), None if states is None else plan.spec(parts + 1)],
+        in_specs=[*_specs(plan), None if sums is None else plan.spec(parts)],
         out_specs=[plan.spec(plan.s.n), plan.spec(1)],
         out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)],
         num_warps=plan.c.num_warps,
@@ -79,32 +75,19 @@ def _specs(plan: Plan) -> list[pl.BlockSpec]:
     return [plan.spec(size) for size in sizes]
 
 
-def _states(plan: Plan, *arrays: jax.Array) -> jax.Array:
-    """The gradients of the states before each part and after the last."""
-    parts = plan.parts
+def _sums(plan: Plan, *arrays: jax.Array) -> jax.Array:
+    """The gradient of the state before each part, from that part alone."""
     (sums,) = launch(
         partial(_sums_kernel, plan=plan),
-        *arrays[:-1],
+        *arrays,
         name="logcumsumexp_backward_sums",
-        grid=(plan.column_blocks, parts, plan.s.b),
+        grid=(plan.column_blocks, plan.parts, plan.s.b),
         in_specs=_specs(plan)[:-1],
-        out_specs=[plan.spec(parts)],
-        out_shape=[plan.shape(parts)],
+        out_specs=[plan.spec(plan.parts)],
+        out_shape=[plan.shape(plan.parts)],
         num_warps=plan.c.num_warps,
     )
-    narrow = plan.narrowed()
-    (states,) = launch(
-        partial(_states_kernel, plan=narrow),
-        sums,
-        *arrays[2:],
-        name="logcumsumexp_backward_states",
-        grid=(narrow.column_blocks, plan.s.b),
-        in_specs=[plan.spec(parts), *_specs(plan)[2:]],
-        out_specs=[plan.spec(parts + 1)],
-        out_shape=[plan.shape(parts + 1)],
-        num_warps=narrow.c.num_warps,
-    )
-    return states
+    return sums
 
 
 def _backward_kernel(
@@ -113,7 +96,7 @@ def _backward_kernel(
     mark_p_ref: Ref,  # [tiles + 1, C], as mark_s_ref
     mark_s_ref: Ref,
     dfinal_ref: Ref,  # [1, C]
-    state_ref: Ref | None,  # [parts + 1, C]
+    sum_ref: Ref | None,  # [parts, C]
     dx_ref: Ref,
     dinitial_ref: Ref,  # [1, C]
     *,
@@ -121,8 +104,10 @@ def _backward_kernel(
 ) -> None:
     columns, i = Columns(plan, pl.program_id(0)), pl.program_id(1)
     marks = mark_p_ref, mark_s_ref
-    ref, position = (dfinal_ref, 0) if state_ref is None else (state_ref, i + 1)
-    behind = columns.row(ref, position)
+    if sum_ref is None:
+        behind = columns.row(dfinal_ref, 0)
+    else:
+        behind = kernel_parts.behind(columns, i, sum_ref, marks, dfinal_ref)
     grad = _tiles(columns, i, behind, marks, (x_ref, do_ref, dx_ref))
 
     @pl.when(plan.part(i)[0] == 0)
@@ -134,7 +119,7 @@ def _backward_kernel(
 def _sums_kernel(
     x_ref: Ref, do_ref: Ref, mark_p_ref: Ref, mark_s_ref: Ref, sum_ref: Ref, *, plan: Plan
 ) -> None:
-    """The gradient of the state before one part, from that part alone [parts, C]."""
+    """One row of `_sums` [parts, C]."""
     columns, i = Columns(plan, pl.program_id(0)), pl.program_id(1)
     nothing = jnp.zeros(columns.column.shape)
     grad = _tiles(columns, i, nothing, (mark_p_ref, mark_s_ref), (x_ref, do_ref, None))
@@ -176,75 +161,45 @@ def _tile(
         return jnp.where(start == jnp.inf, 0.0, start) * (whole + tail)  # which may be NaN
 
     def exact() -> jax.Array:
-        if size > columns.plan.block_exact:
-            return _parts(columns, first, before, behind, refs, size)
-        return _exact(Tile(columns, first, size), before, behind, refs)
+        part = columns.plan.block_exact
+        run = _exact if columns.plan.s.last else kernel_recurrence.backward
+
+        def step(k: jax.Array, behind: jax.Array) -> jax.Array:
+            pair = _total(columns, first, k, before, x_ref)
+            return run(columns, first + k * part, pair, behind, refs, part)
+
+        grad: jax.Array = repeat(size // part, step, behind, reverse=True)
+        return grad
 
     grad: jax.Array = lax.cond(too_wide(tile, columns, first, x_ref, before, pivot), exact, plain)
     return grad
 
 
-def _parts(
-    columns: Columns, first: jax.Array, before: Pair, behind: jax.Array, refs: Refs, size: int
-) -> jax.Array:
-    """`_tile` in smaller ones."""
+def _total(columns: Columns, first: jax.Array, k: jax.Array, before: Pair, x_ref: Ref) -> Pair:
+    """The pair before the k-th part of a tile."""
     part = columns.plan.block_exact
 
-    def step(k: jax.Array, behind: jax.Array) -> jax.Array:
-        tile = Tile(columns, first, size)
-        x = jnp.where(tile.offset < k * part, tile.load_x(refs[0]), -jnp.inf)
-        pair = total_of(x, before)
-        return _tile(columns, first + k * part, pair, behind, refs, part)
+    def step(k: jax.Array, pair: Pair) -> Pair:
+        if columns.plan.s.last:
+            return total_of(Tile(columns, first + k * part, part).load_x(x_ref), pair)
+        return kernel_recurrence.total(columns, first + k * part, pair, x_ref, part)
 
-    grad: jax.Array = repeat(size // part, step, behind, reverse=True)
-    return grad
+    pair: Pair = lax.fori_loop(0, k, step, before)
+    return pair
 
 
-def _exact(tile: Tile, before: Pair, behind: jax.Array, refs: Refs) -> jax.Array:
-    """`_tile` by pairs, o_i = p_i + log s_i."""
+def _exact(
+    columns: Columns, first: jax.Array, before: Pair, behind: jax.Array, refs: Refs, size: int
+) -> jax.Array:
+    """`_tile` by pairs, o_i = p_i + log s_i, along the last axis."""
     x_ref, do_ref, dx_ref = refs
+    tile = Tile(columns, first, size)
     x = tile.load_x(x_ref)
-    p, s = running_pairs(x, before)
+    p, s = add_pairs(tuple(y[None] for y in before), scan(add_pairs, pair_of(x)))
     scale = log_scale(s)
     _, _, grads = scan(fading_sum, (p, scale, tile.load(do_ref)), reverse=True)
-    end = tile.size - 1
-    fade = (p - tile.pick(p, end)[None]) * LOG2E + (scale - tile.pick(scale, end)[None])
+    fade = (p - at(p, -1)[None]) * LOG2E + (scale - at(scale, -1)[None])
     grads = grads + exp2(fade) * behind[None]
     tile.store_dx(dx_ref, x_ref, exp2((x - p) * LOG2E) * inverse(s) * grads)
-    fade = (before[0] - tile.pick(p, 0)) * LOG2E + (log_scale(before[1]) - tile.pick(scale, 0))
-    return jnp.where(before[1] == 0, 0.0, exp2(fade)) * tile.pick(grads, 0)
-
-
-def _states_kernel(
-    sum_ref: Ref,  # [parts, C]
-    mark_p_ref: Ref,  # [tiles + 1, C], as mark_s_ref
-    mark_s_ref: Ref,
-    dfinal_ref: Ref,  # [1, C]
-    state_ref: Ref,  # [parts + 1, C]
-    *,
-    plan: Plan,
-) -> None:
-    """W -> factor W + sum, one part after another, from the last."""
-    columns = Columns(plan, pl.program_id(0))
-    i = span(power_of_two(plan.parts))[:, None]
-    there = (i < plan.parts) & columns.inside[None]
-
-    def mark(ref: Ref, i: jax.Array, other: float) -> jax.Array:
-        index = columns.index(plan.start(jnp.minimum(i, plan.parts)))
-        return plgpu.load(ref.at[index], mask=there, other=other)
-
-    p, q = (mark(mark_p_ref, j, 0.0) for j in (i, i + 1))
-    s, t = (mark(mark_s_ref, j, 1.0) for j in (i, i + 1))
-    factor = exp2((p - q) * LOG2E + (log_scale(s) - log_scale(t)))
-    factor = jnp.where((s == 0) | ((s == jnp.inf) & (t == jnp.inf)), 0.0, factor)
-    factor = jnp.where(i < plan.parts, factor, 1.0)
-    own = plgpu.load(sum_ref.at[columns.index(i)], mask=there, other=0.0)
-    behind = columns.row(dfinal_ref, 0)
-    columns.put_row(state_ref, plan.parts, behind)
-    factor, own = scan(_affine, (factor, own), reverse=True)
-    plgpu.store(state_ref.at[columns.index(i)], factor * behind[None] + own, mask=there)
-
-
-def _affine(before: Any, after: Any) -> Any:
-    (factor, add), (own_factor, own) = before, after
-    return factor * own_factor, own_factor * add + own
+    fade = (before[0] - at(p, 0)) * LOG2E + (log_scale(before[1]) - at(scale, 0))
+    return jnp.where(before[1] == 0, 0.0, exp2(fade)) * at(grads, 0)

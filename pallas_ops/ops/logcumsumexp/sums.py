@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_ops.core import launch
 from pallas_ops.core.fastmath import LOG2E, exp2, log2, multiply_add, reciprocal
-from pallas_ops.core.tiles import Ref
+from pallas_ops.core.tiles import Ref, span
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Tile
 
@@ -23,10 +23,10 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.maximum(x, -HUGE), HUGE)
 
 
-def largest(x: jax.Array) -> jax.Array:
+def largest(x: jax.Array, ndim: int = 1) -> jax.Array:
     """[columns], without NaN: the card drops it, so the interpreter has to."""
     x = jnp.where(x == x, x, -jnp.inf) if launch.is_interpreted() else x
-    while x.ndim > 1:
+    while x.ndim > ndim:
         x = x.max(axis=0)
     return x
 
@@ -52,11 +52,18 @@ def add(before: Any, after: Any) -> Any:
     return tuple(x + y for x, y in zip(before, after, strict=True))
 
 
-def add_pairs(before: Any, after: Any) -> Any:
+def add_pairs(before: Any, after: Any, *, exp2: Any = jnp.exp2) -> Any:
     """Two log-sum-exps as one; with the library's exp2, since a scan takes no inline assembly."""
     (p, s), (q, t) = before, after
     pivot = jnp.maximum(p, q)
-    return pivot, s * jnp.exp2((p - pivot) * LOG2E) + t * jnp.exp2((q - pivot) * LOG2E)
+    return pivot, s * exp2((p - pivot) * LOG2E) + t * exp2((q - pivot) * LOG2E)
+
+
+def joined(pair: Pair) -> Pair:
+    """The log-sum-exp of pairs [n, columns]."""
+    p, s = pair
+    pivot = largest(p)
+    return pivot, (s * exp2((p - pivot[None]) * LOG2E)).sum(axis=0)
 
 
 def _exclusive(before: Any, after: Any) -> Any:
@@ -77,26 +84,26 @@ def running_sum(
 
 
 def over(row: jax.Array, tile: jax.Array) -> jax.Array:
-    """[columns] with as many axes as a tile."""
-    return row.reshape((1,) * (tile.ndim - 1) + row.shape)
+    """[columns] or [groups, columns] with as many axes as a tile."""
+    return row.reshape((1,) * (tile.ndim - row.ndim) + row.shape)
 
 
 def pivot_of(x: jax.Array, before: Pair) -> jax.Array:
-    """The largest of a tile and all before it [columns], finite."""
-    return jnp.minimum(jnp.maximum(largest(x), before[0]), HUGE)
+    """The largest of a tile and all before it, finite, in the shape of what was before."""
+    return jnp.minimum(jnp.maximum(largest(x, before[0].ndim), before[0]), HUGE)
 
 
 def exponentials(x: jax.Array, before: Pair, pivot: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What was before the tile [columns], and the tile, both below one pivot."""
+    """What was before the tile, and the tile, both below one pivot."""
     start = before[1] * exp2((before[0] - pivot) * LOG2E)
     return start, exp2((x - over(pivot, x)) * LOG2E)
 
 
 def total_of(x: jax.Array, before: Pair) -> Pair:
-    """The pair after a tile."""
+    """The pair after a tile; or the pairs, one for each lane, if there are as many before."""
     pivot = pivot_of(x, before)
     start, e = exponentials(x, before, pivot)
-    return pivot, start + sum_of(e)
+    return pivot, start + sum_of(e, pivot.ndim)
 
 
 def too_wide(
@@ -124,16 +131,21 @@ def _any(x: jax.Array) -> jax.Array:
     return jnp.where(x, 1, 0).max() > 0
 
 
-def running_pairs(x: jax.Array, before: Pair) -> Pair:
-    """The log-sum-exp of all up to each position of a tile, as pairs; exact for every range."""
-    p, s = scan(add_pairs, pair_of(x))
-    pairs: Pair = add_pairs((before[0][None], before[1][None]), (p, s))
-    return pairs
+def exclusive_pairs(before: Any, after: Any) -> Any:
+    """The log-sum-exp of all but the last, and of all."""
+    total = before[2:]
+    return (*add_pairs(total, after[:2]), *add_pairs(total, after[2:]))
 
 
-def sum_of(x: jax.Array) -> jax.Array:
+def at(x: jax.Array, i: int) -> jax.Array:
+    """x[i] of a tile, which cannot be indexed."""
+    there = span(x.shape[0]) == i % x.shape[0]
+    return jnp.where(there.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0).sum(axis=0)
+
+
+def sum_of(x: jax.Array, ndim: int = 1) -> jax.Array:
     """[columns]"""
-    while x.ndim > 1:
+    while x.ndim > ndim:
         x = x.sum(axis=0)
     return x
 
@@ -142,6 +154,12 @@ def fading_sum(before: Any, after: Any) -> Any:
     """T of two stretches, `after` the earlier one; each below its own first o, (p, scale)."""
     (p, scale, grad), (q, own_scale, own) = before, after
     return q, own_scale, own + jnp.exp2((q - p) * LOG2E + (own_scale - scale)) * grad
+
+
+def exclusive_map(before: Any, after: Any) -> Any:
+    """W -> kept W + own, of all but the last, which comes first in a tile, and of all."""
+    (_, _, kept, own), (a, b, c, d) = before, after
+    return a * kept, a * own + b, c * kept, c * own + d
 
 
 def inverse(s: jax.Array) -> jax.Array:

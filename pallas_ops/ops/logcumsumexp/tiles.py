@@ -16,13 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import fastmath, launch
-from pallas_ops.core.tiles import Ref, power_of_two, span
+from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.logcumsumexp.config import (
     LogcumsumexpConfig,
     Sizes,
     choose,
     choose_block_n,
-    fills,
 )
 
 Pair = tuple[jax.Array, jax.Array]
@@ -61,13 +60,6 @@ class Plan:
         """The tiles before the i-th part, of 32 bits on the way too."""
         return i * (self.tiles // self.parts) + jnp.minimum(i, self.tiles % self.parts)
 
-    def narrowed(self) -> "Plan":
-        """The plan for what goes over all parts at once."""
-        block_c = max(1, min(self.c.block_c, 512 // power_of_two(self.parts)))
-        return dataclasses.replace(
-            self, c=dataclasses.replace(self.c, block_c=block_c, num_warps=4)
-        )
-
     @property
     def block_exact(self) -> int:
         return min(self.c.block_exact, self.c.block_n)
@@ -77,6 +69,13 @@ class Plan:
         """Of a tile's positions: as many as there are lanes beside its columns."""
         lanes = self.c.num_warps * 32 * max(1, 16 // self.s.itemsize)
         return max(1, lanes // self.c.block_c)
+
+    @property
+    def stretches(self) -> int:
+        """Of a column's positions, for as many lanes: each loads two columns."""
+        if self.s.last or self.c.variant == "recurrence":
+            return 1
+        return max(1, self.c.num_warps * 64 // self.c.block_c)
 
     def settled(self, x: jax.Array) -> jax.Array:
         """What a loop loads, if its loads run ahead."""
@@ -105,7 +104,8 @@ def plan_of(
     block_n: int,
     config: LogcumsumexpConfig | None,
     *,
-    saves: bool = True,
+    alone: bool = False,
+    backward: bool = False,
     **statics: Any,
 ) -> Plan:
     """How to run along one axis of x, with tiles of `block_n` if they are remembered."""
@@ -114,8 +114,8 @@ def plan_of(
     b, c = (1, outer) if last else (outer, inner)
     s = Sizes(b=b, n=x.shape[axis], c=c, last=last, itemsize=x.dtype.itemsize)
     if config is None:
-        alone = not saves and fills(s)
-        config = choose(s, choose_block_n(s.n, inner, alone=True) if alone else block_n)
+        block_n = choose_block_n(s.n, inner, alone=True) if alone else block_n
+        config = choose(s, block_n, backward=backward)
     return Plan(s, config, **statics)
 
 
@@ -155,24 +155,28 @@ class Columns:
 
 
 class Tile:
-    """Positions `first` to `first + size` of a program's columns."""
+    """`size` positions of a program's columns: `first`, and one `every` so many."""
 
     def __init__(
-        self, columns: Columns, first: jax.Array, size: int, *, grouped: bool = False
+        self,
+        columns: Columns,
+        first: jax.Array,
+        size: int,
+        *,
+        grouped: bool = False,
+        every: int = 1,
     ) -> None:
         plan = columns.plan
         self.plan = plan
-        self.size = size
         if grouped and not plan.s.last:
             groups = min(size, plan.groups)
             steps = size // groups
             offset = span(groups)[None, :, None] * steps + span(steps)[:, None, None]
             column, inside = columns.column[None, None], columns.inside[None, None]
         else:
-            offset = span(size)[:, None]
+            offset = span(size)[:, None] * every
             column, inside = columns.column[None], columns.inside[None]
         position = first + offset
-        self.offset = offset
         stored = plan.s.n - 1 - position if plan.reverse else position
         if launch.is_interpreted():  # which writes back what is masked, so not into what is not
             stored = jnp.where(position < plan.s.n, stored, position)
@@ -207,10 +211,6 @@ class Tile:
 
     def store(self, ref: Ref, value: jax.Array) -> None:
         plgpu.store(ref.at[self.index], value.astype(ref.dtype), mask=self.mask)
-
-    def pick(self, x: jax.Array, offset: int) -> jax.Array:
-        """[columns] at one position of a tile that is not grouped."""
-        return jnp.where(self.offset == offset, x, 0.0).sum(axis=0)
 
 
 def _both(a: jax.Array | None, b: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
