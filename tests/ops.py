@@ -226,7 +226,7 @@ OPS = [
         large=dict(b=12, n=8192, h=12, d=128, e=256),
         integers={2: (0, 100)},
         kernels=("lrpe_cosine_softmax", "lrpe_cosine"),
-        gradient_kernels=("lrpe_cosine_mean", "lrpe_cosine_backward", "lrpe_cosine_theta"),
+        gradient_kernels=("lrpe_cosine_mean", "lrpe_cosine_gradients"),
         residuals=LRPE_COSINE_RESIDUALS,
         split=("b", "h"),
         whole=("n",),

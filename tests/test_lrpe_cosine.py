@@ -1,5 +1,6 @@
 """lrpe_cosine: reference against a loop, kernels against the reference, gradients, laws."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops import LrpeCosineConfig
+from pallas_ops.ops.lrpe_cosine import kernel_theta, tiles
 from tests.support import (
     assert_as_good_as_reference,
     assert_close,
@@ -118,13 +120,14 @@ def test_the_phase_is_right_where_a_float32_product_loses_it(rng: Rng, implement
 
 
 @pytest.mark.parametrize("settings", CASES + HALVES)
-def test_kernels_are_as_good_as_the_reference(rng: Rng, settings: dict[str, Any]) -> None:
-    """Output and both gradients; with several parts where the sequence is summed over."""
+def test_kernels_are_as_good_as_the_reference(rng: Rng, monkeypatch: Any, settings: Any) -> None:
+    """Output and both gradients; in float32, sums over the sequence have several parts."""
     xs, options = inputs(rng, **settings)
-    sequence = options.get("axis") in (1, -2)
-    config = BLOCK if sequence and "dtype" not in settings else None
+    if "dtype" not in settings:
+        for module in (tiles, kernel_theta):
+            monkeypatch.setattr(module, "choose_walk", lambda *_: BLOCK)
     cotangents = random_cotangents(rng, jax.eval_shape(reference(**options), *xs))
-    got = value_and_vjp(kernel(config=config, **options), xs, cotangents)
+    got = value_and_vjp(kernel(**options), xs, cotangents)
     own = value_and_vjp(reference(**options), xs, cotangents)
     wide = partial(pallas_ops.reference.lrpe_cosine, **options)
     truth = in_float64(lambda xs, dout: value_and_vjp(wide, xs, dout), xs, cotangents)
@@ -137,24 +140,24 @@ CONFIGS = [
     case(block_n=8, block_d=16, cache_angles=True, width=1),
     case(variant="block", block_n=4, block_d=8, num_parts=3, num_stages=2),
     case(variant="block", block_n=16, block_d=16, cache_angles=True),
+    case(variant="block", block_n=2, block_d=16, num_parts=2, act="softmax", axis=1),
 ]
 
 
 @pytest.mark.parametrize("where", ["shared", "each"])
 @pytest.mark.parametrize("settings", CONFIGS)
 def test_every_config_gives_the_same(rng: Rng, settings: dict[str, Any], where: str) -> None:
-    """Output and x's gradient: theta's has a launch of its own."""
+    """Output and gradients, of which theta's has a launch of its own."""
     launch = dict(settings)
-    (x, theta), _ = inputs(rng, width=launch.pop("width", 4), b=3)
+    xs, _ = inputs(rng, width=launch.pop("width", 4), b=3)
     offset = jnp.asarray([3, 100, 0] if where == "each" else 7, jnp.int32)
     dout = random_array(rng, (3, 37, 3, 20))
-
-    def both(fn: Any) -> Any:
-        return value_and_vjp(lambda x: fn(x, theta), (x,), dout)
-
-    options = dict(offset=offset, act="silu")
-    got = both(kernel(config=LrpeCosineConfig(**launch), **options))
-    assert_close(got, both(reference(**options)), terms=4)
+    options = dict(offset=offset, act=launch.pop("act", "silu"), axis=launch.pop("axis", None))
+    run = kernel(config=LrpeCosineConfig(**launch), **options)
+    out, (dx, dtheta) = value_and_vjp(run, xs, dout)
+    want, (of_x, of_theta) = value_and_vjp(reference(**options), xs, dout)
+    assert_close((out, dx), (want, of_x), terms=4)
+    assert_close(dtheta, of_theta, terms=60)
 
 
 def test_extremes_stay_where_they_are(rng: Rng) -> None:
@@ -169,15 +172,16 @@ def test_extremes_stay_where_they_are(rng: Rng) -> None:
 
 
 def test_gradients_that_nobody_asked_for_cost_nothing(rng: Rng) -> None:
-    """Without an activation, x's gradient saves no array but theta; theta's has no use for x's."""
+    """Without an activation, x's gradient saves no array but theta; both take one pass."""
     (x, theta), _ = inputs(rng, width=10)
-    pull = jax.vjp(lambda x: pallas_ops.lrpe_cosine(x, theta, implementation=KERNEL), x)[1]
-    assert sum(leaf.size for leaf in jax.tree.leaves(pull)) <= theta.size
-    pulled = str(jax.make_jaxpr(pull)(jnp.ones((2, 37, 3, 20))))
-    assert "lrpe_cosine_backward" in pulled
-    assert "lrpe_cosine_theta" not in pulled
-    pull = jax.vjp(lambda theta: pallas_ops.lrpe_cosine(x, theta, implementation=KERNEL), theta)[1]
-    assert "lrpe_cosine_backward" not in str(jax.make_jaxpr(pull)(jnp.ones((2, 37, 3, 20))))
+    run = partial(pallas_ops.lrpe_cosine, implementation=KERNEL)
+    dx = jax.vjp(lambda x: run(x, theta), x)[1]
+    dtheta = jax.vjp(lambda theta: run(x, theta), theta)[1]
+    both = jax.vjp(run, x, theta)[1]
+    assert sum(leaf.size for leaf in jax.tree.leaves(dx)) <= theta.size
+    for pull, name in ((dx, "backward"), (dtheta, "theta"), (both, "gradients")):
+        pulled = str(jax.make_jaxpr(pull)(jnp.ones((2, 37, 3, 20))))
+        assert set(re.findall(r"name='lrpe_cosine_(\w+)'", pulled)) == {name}
 
 
 @pytest.mark.parametrize("act", ["none", "silu"])
@@ -200,8 +204,7 @@ def test_a_jitted_function_has_the_gradients_asked_for(rng: Rng, act: Any) -> No
 
 def test_real_positions_have_a_gradient(rng: Rng) -> None:
     xs, _ = inputs(rng, width=10, b=2)
-    positions = random_array(rng, (2, 37))
-    dout = random_array(rng, (2, 37, 3, 20))
+    positions, dout = random_array(rng, (2, 37)), random_array(rng, (2, 37, 3, 20))
 
     def gradient(fn: Any) -> Any:
         return value_and_vjp(lambda positions: fn(*xs, positions=positions), (positions,), dout)[1]
@@ -231,8 +234,7 @@ def test_pairs_keep_their_length(rng: Rng) -> None:
 
 def test_no_heads_is_one_head(rng: Rng) -> None:
     (x, theta), _ = inputs(rng, width=10, heads=1)
-    got = kernel()(x[:, :, 0], theta)
-    assert_close(got, kernel()(x[:, :, :1], theta)[:, :, 0], scale=1.0)
+    assert_close(kernel()(x[:, :, 0], theta), kernel()(x[:, :, :1], theta)[:, :, 0], scale=1.0)
 
 
 def test_grad_of_grad(rng: Rng) -> None:

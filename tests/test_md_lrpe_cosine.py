@@ -90,8 +90,13 @@ def test_reference_is_the_loop(rng: Rng, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "cache", "spread"),
-    [(jnp.float32, False, False), (jnp.bfloat16, True, False), (jnp.float32, False, True)],
-    ids=["float32", "bfloat16-cached", "float32-spread"],
+    [
+        (jnp.float32, None, False),
+        (jnp.float32, False, False),
+        (jnp.bfloat16, True, False),
+        (jnp.float32, False, True),
+    ],
+    ids=["default", "float32", "bfloat16-cached", "float32-spread"],
 )
 @pytest.mark.parametrize("settings", GRIDS)
 def test_kernels_are_as_good_as_the_reference(
@@ -99,19 +104,18 @@ def test_kernels_are_as_good_as_the_reference(
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
     dtype: Any,
-    cache: bool,
+    cache: bool | None,
     spread: bool,
 ) -> None:
-    """Output and both gradients, with angles recomputed and cached, and theta spread."""
+    """Output and both gradients, with angles recomputed and cached, and theta spread.
+
+    By default the gradients are one pass.
+    """
     if spread:
         monkeypatch.setattr(angles, "SPREAD_ELEMENTS", 0)
     sequence = settings.get("axis") == 1
-    config = LrpeCosineConfig(
-        variant="block" if sequence else "sequence",
-        block_n=16 if sequence else 4,
-        block_d=16,
-        cache_angles=cache,
-    )
+    launch: Any = dict(variant="block", block_n=16) if sequence else dict(block_n=4)
+    config = None if cache is None else LrpeCosineConfig(block_d=16, cache_angles=cache, **launch)
     xs, options = inputs(rng, **settings, dtype=dtype)
     cotangents = random_cotangents(rng, jax.eval_shape(reference(**options), *xs))
     got = value_and_vjp(kernel(config=config, **options), xs, cotangents)

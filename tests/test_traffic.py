@@ -34,7 +34,7 @@ class Moves(NamedTuple):
     stores: float
     run: Callable[..., jax.Array]
     shapes: tuple[tuple[int, ...], ...]
-    backward: bool = False
+    gradients: int = 0  # of how many operands
 
     def __str__(self) -> str:
         return f"{self.kernel}{self.shapes[0]}"
@@ -69,17 +69,21 @@ def decay(columns: int, **options: Any) -> Callable[..., jax.Array]:
 
 
 ROWS, COLUMNS, HEADS = (4, 8192), (1, 512, 128), ((1, 32, 4, 128), (4, 128))
+WALK = ((1, 512, 2, 128), (2, 128))
 CACHE = tuple((1, *s) for s in [(4096, 128), (1, 32, 16), (4096, 32), (4096, 32), (1, 16, 128)])
 
 CASES = (
     Moves("logcumsumexp", 2, 2, scan(False, True), (ROWS,)),
-    Moves("logcumsumexp_backward", 4, 2, scan(True, True), (ROWS,), backward=True),
+    Moves("logcumsumexp_backward", 4, 2, scan(True, True), (ROWS,), gradients=1),
     Moves("logcumsumexp", 2, 2, scan(False, False), (COLUMNS,)),
-    Moves("logcumsumexp_backward", 4, 2, scan(True, False), (COLUMNS,), backward=True),
+    Moves("logcumsumexp_backward", 4, 2, scan(True, False), (COLUMNS,), gradients=1),
     # theta's 4 bytes a number come from the cache, in two requests of half a sector each.
     Moves("lrpe_cosine", 2 + 8, 4, rotate, HEADS),
-    Moves("lrpe_cosine_backward", 4 + 8, 2, rotate, HEADS, backward=True),
-    Moves("lrpe_cosine_backward", 6 + 8, 2, partial(rotate, act="silu"), HEADS, backward=True),
+    Moves("lrpe_cosine_backward", 4 + 8, 2, rotate, HEADS, gradients=1),
+    Moves("lrpe_cosine_backward", 6 + 8, 2, partial(rotate, act="silu"), HEADS, gradients=1),
+    # Each of 8 parts loads theta once a warp, and stores a sum.
+    Moves("lrpe_cosine_gradients", 6 + 0.5, 2 + 0.06, rotate, WALK, gradients=2),
+    Moves("lrpe_cosine_gradients", 6.5, 2.06, partial(rotate, act="silu"), WALK, gradients=2),
     Moves("chunk_cumsum_decay", 2, 2, decay(2048), (COLUMNS,)),
     Moves("chunk_cumsum_decay", 2, 2, decay(2048, reverse=True), (COLUMNS,)),
     Moves("chunk_cumsum_decay", 2, 4, decay(2048, dtype=jnp.float32), (COLUMNS,)),
@@ -91,14 +95,15 @@ CASES = (
 
 @pytest.mark.parametrize("moves", CASES, ids=str)
 def test_every_byte_moves_once(rng: np.random.Generator, moves: Moves) -> None:
-    x, *rest = (random_array(rng, shape, BF16) for shape in moves.shapes)
+    xs = [random_array(rng, shape, BF16) for shape in moves.shapes]
+    x, n = xs[0], moves.gradients
 
-    def run(x: jax.Array) -> Any:
-        out, pull = jax.vjp(lambda x: moves.run(x, *rest), x)
-        return pull(out) if moves.backward else out
+    def run(*xs: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda *ys: moves.run(*ys, *xs[n:]), *xs[:n])
+        return pull(out) if n else out
 
     with emulate.traffic() as traffic:
-        jax.block_until_ready(jax.jit(run)(x))
+        jax.block_until_ready(jax.jit(run)(*xs))
     counts = traffic[f"pallas_ops_{moves.kernel}"]
     for what, expected in (("loads", moves.loads), ("stores", moves.stores)):
         moved = 32 * counts[f"{what} sectors"] / x.size

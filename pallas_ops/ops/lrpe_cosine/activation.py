@@ -37,7 +37,7 @@ def activate(act: str, x: jax.Array, column: Column | None) -> jax.Array:
 
 def pull(act: str, x: jax.Array | None, da: jax.Array, column: Column | None) -> jax.Array:
     """dx, from da."""
-    if x is None:  # and no activation
+    if x is None or act == "none":
         return da
     if act == SOFTMAX_SEQUENCE:
         assert column is not None

@@ -22,11 +22,14 @@ class Angles:
     offset: Ref | None = None  # [B] or [1]
     positions: Ref | None = None  # [(B,) N, K]
     cached: Ref | None = None  # [(B,) N, H, D]: turns
+    frequency: tuple[jax.Array, jax.Array] | None = None  # of tiles that have it in common
 
-    def sincos(self, tile: Tile, b: Any) -> tuple[jax.Array, jax.Array]:
+    def sincos(
+        self, tile: Tile, b: Any, position: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """In the tile's shape."""
         of = fastmath.precise_sincos if self.plan.precise else fastmath.sincos
-        return of(self.turns(tile, b))
+        return of(self.turns(tile, b, position))
 
     def turn_back(
         self,
@@ -39,11 +42,12 @@ class Angles:
         sin, cos = sincos or self.sincos(tile, b)
         return tile.load(dout_ref, b, 0) * cos + tile.load(dout_ref, b, 1) * sin
 
-    def turns(self, tile: Tile, b: Any) -> jax.Array:
+    def turns(self, tile: Tile, b: Any, position: jax.Array | None = None) -> jax.Array:
         if self.cached is not None:
             return load_at(self.cached, self.cached_index(tile, b), tile.mask)
-        turn = fastmath.remainder(self.position(tile, b), *fastmath.frequency(self.rate(tile)))
-        return jnp.broadcast_to(turn, tile.shape)
+        position = self.position(tile, b) if position is None else position
+        frequency = self.frequency or fastmath.frequency(self.rate(tile))
+        return jnp.broadcast_to(fastmath.remainder(position, *frequency), tile.shape)
 
     def cached_index(self, tile: Tile, b: Any) -> tuple[Any, ...]:
         batch = (b,) if self.plan.per_batch else ()

@@ -4,9 +4,11 @@ import dataclasses
 from typing import Literal
 
 from pallas_ops.core.tiles import power_of_two
+from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
 
 WIDEST = 4096  # features that one tile can hold
 BUNCH = 8  # tiles that a walk loads at a time
+AHEAD = 2  # the same of a walk that stores, too: no load overtakes a store
 SPREAD_ELEMENTS = 2**22  # of x, from which on a grid's theta is worth a copy
 
 
@@ -22,6 +24,8 @@ class LrpeCosineConfig:
 
     With `cache_angles` (the seeds' Tri Ca), angles are computed once, kept in memory, and read,
     also going backward.
+
+    theta's gradient has a launch of its own (`choose_walk`), which by default makes x's, too.
     """
 
     variant: Literal["sequence", "block"] = "sequence"
@@ -76,33 +80,21 @@ def choose(s: Sizes) -> LrpeCosineConfig:
     return LrpeCosineConfig(block_n=min(rows, power_of_two(s.n * s.h)), block_d=block_d)
 
 
-def choose_columns(s: Sizes, *, num_sms: int = 132) -> LrpeCosineConfig:
+def choose_walk(s: Sizes, act: str, *, num_sms: int = 132) -> LrpeCosineConfig:
     """The launch for what walks the sequence: a bunch of 1,024 numbers a tile, 8 a thread.
 
-    A short sequence is one walk; a long one is cut until there are 32 programs a multiprocessor.
+    It is cut until there are 32 programs a multiprocessor, but one walk sees all of a short one
+    for its softmax; that of the features sees all of a token's.
     """
-    block_d = min(power_of_two(s.d), 128)
-    block_n = min(1024 // block_d, power_of_two(-(-s.n // BUNCH)))
+    block_d = min(power_of_two(s.d), WIDEST if act == SOFTMAX_FEATURES else 128)
+    block_n = max(1, min(1024 // block_d, power_of_two(-(-s.n // BUNCH))))
     bunches = -(-s.n // (BUNCH * block_n))
     walks = s.b * s.h * -(-s.d // block_d)
+    parts = max(1, min(bunches, 32 * num_sms // walks))
     return LrpeCosineConfig(
         variant="block",
         block_n=block_n,
         block_d=block_d,
-        num_parts=1 if bunches <= 2 else max(1, min(bunches, 32 * num_sms // walks)),
-        num_warps=max(1, min(4, block_n * block_d // 256)),
-    )
-
-
-def choose_sums(s: Sizes) -> LrpeCosineConfig:
-    """The launch for theta's gradient: all features of a token, for their softmax."""
-    block_d = min(power_of_two(s.d), WIDEST)
-    block_n = max(1, min(1024 // block_d, power_of_two(-(-s.n // BUNCH))))
-    walks = s.b * s.h * -(-s.d // block_d)
-    return LrpeCosineConfig(
-        variant="block",
-        block_n=block_n,
-        block_d=block_d,
-        num_parts=max(1, 1024 // walks),
-        num_warps=4,
+        num_parts=1 if act == SOFTMAX_SEQUENCE and bunches <= 2 else parts,
+        num_warps=max(1, block_n * block_d // 256),
     )

@@ -73,7 +73,7 @@ def backward(
         plan = _by_rows(plan)
     dx = jax.ShapeDtypeStruct((plan.s.b, plan.rows, plan.s.d), dout.dtype)
     if plan.c.variant == "block":
-        result = kernel_block.backward(plan, operands, dx)
+        (result,) = kernel_block.backward(plan, (*operands, None), dx, moves=(True, False))
     else:
         name = "lrpe_cosine_backward"
         result = _launch(_backward_kernel, plan, (*operands, mean), dx, name)

@@ -1,4 +1,4 @@
-"""The gradient of theta, and angles that are computed once."""
+"""The gradients of theta and x in one pass, and angles that are computed once."""
 
 import dataclasses
 from functools import partial
@@ -11,14 +11,15 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, whole
-from pallas_ops.ops.lrpe_cosine.activation import activate
+from pallas_ops.ops.lrpe_cosine import kernel_block
+from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_SEQUENCE
 from pallas_ops.ops.lrpe_cosine.angles import Angles
-from pallas_ops.ops.lrpe_cosine.config import choose_sums
-from pallas_ops.ops.lrpe_cosine.tiles import Plan, Tile, place_of, plan_of
-from pallas_ops.ops.lrpe_cosine.walk import Walk, launch_walk, parts_of
+from pallas_ops.ops.lrpe_cosine.config import AHEAD, choose_walk
+from pallas_ops.ops.lrpe_cosine.tiles import Plan, place_of, plan_of
+from pallas_ops.ops.lrpe_cosine.walk import Operands
 
 
-def dtheta(
+def gradients(
     x: jax.Array,
     dout: jax.Array,
     theta: jax.Array,
@@ -26,15 +27,23 @@ def dtheta(
     positions: jax.Array | None,
     pivot: jax.Array | None,
     share: jax.Array | None,
+    *,
+    with_x: bool,
     **static: Any,
-) -> tuple[jax.Array]:
-    """The gradient of theta, in float32 whatever x is."""
-    plan = plan_of(x, theta, positions, **static)
-    plan = dataclasses.replace(plan, c=choose_sums(plan.s), precise=True)
-    operands = (plan.view(x), plan.view(dout), theta, offset, positions, pivot, share)
-    parts = [parts_of(plan, plan.parts)]
-    (sums,) = launch_walk(_theta_kernel, plan, operands, parts, "lrpe_cosine_theta")
-    return (_gather(sums.sum(axis=(0, 1)), theta.shape, plan.num_axes),)
+) -> tuple[jax.Array, ...]:
+    """dx, if asked for, and the gradient of theta, in float32 whatever x is."""
+    columns = plan_of(x, theta, positions, **static)
+    columns = dataclasses.replace(columns, c=choose_walk(columns.s, columns.act))
+    plan = dataclasses.replace(columns, precise=True, ahead=AHEAD)
+    view = plan.view(x)
+    operands: Operands = (view, plan.view(dout), theta, offset, positions, None, pivot, share)
+    mean = None
+    if with_x and plan.act == SOFTMAX_SEQUENCE and plan.parts > 1:
+        mean = kernel_block.mean(columns, operands)
+    like_x = jax.ShapeDtypeStruct(view.shape, x.dtype)
+    *dx, sums = kernel_block.backward(plan, (*operands, mean), like_x, moves=(with_x, True))
+    dtheta = _gather(sums.sum(axis=(0, 1)), theta.shape, plan.num_axes)
+    return *(y.reshape(x.shape) for y in dx), dtheta
 
 
 def _gather(dtheta: jax.Array, theta: tuple[int, ...], num_axes: int) -> jax.Array:
@@ -46,31 +55,6 @@ def _gather(dtheta: jax.Array, theta: tuple[int, ...], num_axes: int) -> jax.Arr
         dtheta = jnp.pad(dtheta, ((0, 0), (0, max(0, num_axes * width - d))))
         dtheta = dtheta[:, : num_axes * width].reshape(h, num_axes, width).sum(axis=1)
     return dtheta if heads == h else dtheta.sum(axis=0, keepdims=True)
-
-
-def _theta_kernel(
-    x_ref: Ref,  # [B, rows, D]
-    dout_ref: Ref,  # [B, rows, 2, D]
-    theta_ref: Ref,  # [H, E]
-    offset_ref: Ref | None,  # [B]
-    positions_ref: Ref | None,  # [B, N, K]
-    pivot_ref: Ref | None,  # [B, H, D], as share_ref
-    share_ref: Ref | None,
-    sum_ref: Ref,  # [parts, B, H, D]
-    *,
-    plan: Plan,
-) -> None:
-    walk = Walk(plan)
-    angles = Angles(plan, theta_ref, offset_ref, positions_ref)
-    column = walk.column(pivot_ref, share_ref)
-
-    def term(tile: Tile) -> jax.Array:
-        sin, cos = angles.sincos(tile, walk.b)
-        a = activate(plan.act, tile.load_x(x_ref, walk.b), column)
-        dsin, dcos = tile.load(dout_ref, walk.b, 1), tile.load(dout_ref, walk.b, 0)
-        return angles.position(tile, walk.b) * (a * (dsin * cos - dcos * sin))
-
-    walk.store(sum_ref, walk.sum(term), walk.part)
 
 
 def cache(

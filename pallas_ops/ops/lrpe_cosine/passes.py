@@ -1,5 +1,6 @@
 """The passes of lrpe_cosine in jax.numpy, for where no kernel runs."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -86,7 +87,7 @@ def backward(
     return (dx,)
 
 
-def dtheta(
+def gradients(
     x: jax.Array,
     dout: jax.Array,
     theta: jax.Array,
@@ -94,12 +95,16 @@ def dtheta(
     positions: jax.Array | None,
     pivot: jax.Array | None,
     share: jax.Array | None,
+    *,
+    with_x: bool,
     **static: Any,
-) -> tuple[jax.Array]:
+) -> tuple[jax.Array, ...]:
     del pivot, share
 
-    def run(theta: jax.Array) -> jax.Array:
+    def run(theta: jax.Array, x: jax.Array) -> jax.Array:
         return forward(x, theta, offset, positions, save=False, **static)[0]
 
-    (dtheta,) = jax.vjp(run, theta)[1](dout)
-    return (dtheta,)
+    if not with_x:
+        return jax.vjp(partial(run, x=x), theta)[1](dout)  # type: ignore[no-any-return]
+    dtheta, dx = jax.vjp(run, theta, x)[1](dout)
+    return dx, dtheta

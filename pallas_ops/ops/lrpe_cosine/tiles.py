@@ -22,7 +22,7 @@ from pallas_ops.ops.lrpe_cosine.config import (
     LrpeCosineConfig,
     Sizes,
     choose,
-    choose_columns,
+    choose_walk,
 )
 
 
@@ -40,6 +40,7 @@ class Plan:
     per_batch: bool  # whether offsets or positions are
     num_axes: int  # of the grid, or of the positions
     width: int  # how many features turn by one axis
+    ahead: int = BUNCH  # tiles that a walk loads at a time
 
     @property
     def rows(self) -> int:
@@ -57,11 +58,11 @@ class Plan:
     @property
     def bunch(self) -> int:
         """Tiles that one step of a walk has."""
-        return min(BUNCH, self.tiles)
+        return min(self.ahead, self.tiles)
 
     @property
     def bunches(self) -> int:
-        return pl.cdiv(self.tiles, BUNCH)
+        return pl.cdiv(self.tiles, self.ahead)
 
     @property
     def overhangs(self) -> bool:
@@ -123,7 +124,7 @@ def plan_of(
     h, n = (first, second) if heads_first else (second, first)
     s = Sizes(b=b, n=n, h=h, d=x.shape[-1])
     if config is None:
-        config = choose_columns(s) if act == SOFTMAX_SEQUENCE else choose(s)
+        config = choose_walk(s, act) if act == SOFTMAX_SEQUENCE else choose(s)
     return Plan(
         s=s,
         c=config,
@@ -168,6 +169,10 @@ class Tile:
         if self.mask is None or not self.plan.act.startswith("softmax"):
             return x
         return jnp.where(self.mask, x, -jnp.inf)
+
+    def only(self, x: jax.Array) -> jax.Array:
+        """x, 0 where there is no tile."""
+        return x if self.mask is None else jnp.where(self.mask, x, 0.0)
 
     def store(self, ref: Ref, b: Any, value: jax.Array, *half: int) -> None:
         place = place_of(ref, (b, self.row, *half, self.feature))

@@ -2,7 +2,7 @@
 
 Saved: theta, and what an activation needs: x, and of the sequence's softmax a pivot and a share a
 feature, named so that `jax.checkpoint` can keep them. x is saved as well where theta's gradient is
-asked for.
+asked for. Both gradients are one pass over it, unless a given launch says how dx is made.
 """
 
 import dataclasses
@@ -55,11 +55,21 @@ def reference(
     return passes.forward(x, theta, offset, positions, save=False, **p.static)[0]
 
 
+def _whole(p: Params, features: str, positions: str, num_axes: int) -> tuple[str, ...]:
+    """Axes that every device needs in full."""
+    whole = {"e", "k", "one", "two"}
+    if positions == "" or p.act == SOFTMAX_SEQUENCE:
+        whole.add("n")
+    if num_axes > 1 or p.act == SOFTMAX_FEATURES or features == "e":
+        whole.add("d")
+    return tuple(sorted(whole))
+
+
 @functools.lru_cache(maxsize=128)
 def ops(
     p: Params, heads: str, features: str, offset: str, positions: str, num_axes: int
-) -> tuple[Op, Op, Op, Op]:
-    """Forward, saving forward, dx, dtheta; the strings name axes of theta, offset, positions."""
+) -> tuple[Op, Op, Op, Op, Op]:
+    """Forward, saving forward, dx, dtheta, both gradients; the strings name axes of operands."""
     tokens = "h n" if p.heads_first else "n h"
     x, out, column = f"b {tokens} d", f"b {tokens} two d", "b h d"
     theta = f"{heads} {features}"
@@ -67,12 +77,7 @@ def ops(
     saved = [column] * 2 * (p.act == SOFTMAX_SEQUENCE)
     saved += [cached] * (p.config is not None and p.config.cache_angles)
     where = (theta, offset, positions)
-    whole = {"e", "k", "one", "two"}
-    if positions == "" or p.act == SOFTMAX_SEQUENCE:
-        whole.add("n")
-    if num_axes > 1 or p.act == SOFTMAX_FEATURES or features == "e":
-        whole.add("d")
-    describe = partial(Op, whole=tuple(sorted(whole)))
+    describe = partial(Op, whole=_whole(p, features, positions, num_axes))
     forward, saving = (
         describe(
             name="lrpe_cosine",
@@ -90,18 +95,22 @@ def ops(
         operands=(x, out, *where, cached, column, column),
         results=(x,),
     )
-    dtheta = describe(
-        name="lrpe_cosine_theta",
-        kernel=kernel_theta.dtheta,
-        reference=passes.dtheta,
-        operands=(x, out, *where, column, column),
-        results=(theta,),
-        summed=(" ".join(axis for axis in "bnhd" if axis not in theta.split()),),
+    summed = " ".join(axis for axis in "bnhd" if axis not in theta.split())
+    dtheta, gradients = (
+        describe(
+            name=f"lrpe_cosine_{name}",
+            kernel=partial(kernel_theta.gradients, with_x=len(results) == 2),
+            reference=partial(passes.gradients, with_x=len(results) == 2),
+            operands=(x, out, *where, column, column),
+            results=results,
+            summed=("",) * (len(results) - 1) + (summed,),
+        )
+        for name, results in (("theta", (theta,)), ("gradients", (x, theta)))
     )
-    return forward, saving, backward, dtheta
+    return forward, saving, backward, dtheta, gradients
 
 
-def ops_of(p: Params, x: Any, theta: Any, offset: Any, positions: Any) -> tuple[Op, Op, Op, Op]:
+def ops_of(p: Params, x: Any, theta: Any, offset: Any, positions: Any) -> tuple[Op, ...]:
     num_axes = len(p.shape or ()) if positions is None else positions.shape[-1]
     heads = x.shape[1 if p.heads_first else 2]
     batch = "b" if p.per_batch else "one"
@@ -160,13 +169,15 @@ def _backward(p: Params, saved, dout):  # type: ignore[no-untyped-def]
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
     shape = (*dout.shape[:3], dout.shape[4])
-    _, _, backward, theta = ops_of(p, jax.ShapeDtypeStruct(shape, dout.dtype), *where)
+    _, _, backward, theta, gradients = ops_of(p, jax.ShapeDtypeStruct(shape, dout.dtype), *where)
     static = {"implementation": p.implementation, **p.static}
     dx = dtheta = dpositions = None
-    if x_moves:
+    if x_moves and theta_moves and p.config is None:
+        dx, dtheta = call(gradients, x, dout, *where, *columns, **static)
+    elif x_moves:
         activated = None if p.act == "none" else x
         (dx,) = call(backward, activated, dout, *where, cached, *columns, **static)
-    if theta_moves:
+    if theta_moves and dtheta is None:
         (dtheta,) = call(theta, x, dout, *where, *columns, **static)
     if positions_move:
         (dpositions,) = jax.vjp(partial(reference, p, x, *where[:2]), where[2])[1](dout)

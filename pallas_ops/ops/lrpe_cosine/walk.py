@@ -1,8 +1,9 @@
-"""A program that walks the sequence with one head's features, BUNCH tiles at a time.
+"""A program that walks the sequence with one head's features, some tiles at a time.
 
 Sums over the sequence are kept elementwise, each thread its own, and joined at the end.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,11 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_ops.core import fastmath
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.lrpe_cosine.activation import Column
+from pallas_ops.ops.lrpe_cosine.angles import Angles
 from pallas_ops.ops.lrpe_cosine.tiles import Plan, Tile, load_at, place_of
 
 Operands = Sequence[jax.Array | None]
@@ -104,12 +107,21 @@ class Walk:
 
         def step(tiles: list[Tile], total: jax.Array) -> jax.Array:
             for tile in tiles:
-                x = term(tile)
-                total += x if tile.mask is None else jnp.where(tile.mask, x, 0.0)
+                total += tile.only(term(tile))
             return total
 
         total: jax.Array = self.fold(step, self.zeros)
         return total.sum(axis=0, keepdims=True)
+
+    def angles(
+        self, theta: Ref, offset: Ref | None, positions: Ref | None, cached: Ref | None
+    ) -> Angles:
+        """With frequencies that are computed once."""
+        angles = Angles(self.plan, theta, offset, positions, cached)
+        if cached is not None:
+            return angles
+        rate = angles.rate(self.plan.tokens_tile(0, self.head, self.block))
+        return dataclasses.replace(angles, frequency=fastmath.frequency(rate))
 
     def column(self, *refs: Ref | None) -> Column | None:
         """From arrays [B, H, D]."""
