@@ -9,6 +9,7 @@ from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQU
 WIDEST = 4096  # features that one tile can hold
 BUNCH = 8  # tiles that a walk loads at a time
 AHEAD = 2  # the same of a walk that stores, too: no load overtakes a store
+STAGES = 3  # of such a walk: but asynchronous copies do
 SPREAD_ELEMENTS = 2**22  # of x, from which on a grid's theta is worth a copy
 
 
@@ -73,11 +74,18 @@ class Sizes:
     d: int
 
 
-def choose(s: Sizes) -> LrpeCosineConfig:
-    """The launch for what sees one token at a time: 1,024 numbers a program, 8 a thread."""
+def choose(s: Sizes, *, scattered: bool = False) -> LrpeCosineConfig:
+    """The launch for what sees one token at a time: 1,024 numbers a program, 8 a thread.
+
+    If theta's are `scattered`, loaded one by one, 512 in a single warp.
+    """
     block_d = min(power_of_two(s.d), WIDEST)
-    rows = max(1, 1024 // block_d)
-    return LrpeCosineConfig(block_n=min(rows, power_of_two(s.n * s.h)), block_d=block_d)
+    rows = max(1, (512 if scattered else 1024) // block_d)
+    return LrpeCosineConfig(
+        block_n=min(rows, power_of_two(s.n * s.h)),
+        block_d=block_d,
+        num_warps=max(1, block_d // 512) if scattered else 4,
+    )
 
 
 def choose_walk(s: Sizes, act: str, *, num_sms: int = 132) -> LrpeCosineConfig:

@@ -19,6 +19,7 @@ from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_SEQUENCE, Column
 from pallas_ops.ops.lrpe_cosine.config import (
     BUNCH,
+    SPREAD_ELEMENTS,
     LrpeCosineConfig,
     Sizes,
     choose,
@@ -123,8 +124,12 @@ def plan_of(
     b, first, second = x.shape[:3]
     h, n = (first, second) if heads_first else (second, first)
     s = Sizes(b=b, n=n, h=h, d=x.shape[-1])
-    if config is None:
-        config = choose_walk(s, act) if act == SOFTMAX_SEQUENCE else choose(s)
+    num_axes = len(shape or ()) if positions is None else positions.shape[-1]
+    if config is None and act == SOFTMAX_SEQUENCE:
+        config = choose_walk(s, act)
+    elif config is None:
+        small = b * n * h * s.d < SPREAD_ELEMENTS
+        config = choose(s, scattered=num_axes > 1 and theta.shape[1] % 4 > 0 and small)
     return Plan(
         s=s,
         c=config,
@@ -132,7 +137,7 @@ def plan_of(
         act=act,
         precise=x.dtype == jnp.float32,
         shape=shape,
-        num_axes=len(shape or ()) if positions is None else positions.shape[-1],
+        num_axes=num_axes,
         width=theta.shape[1],
         **statics,
     )
