@@ -141,15 +141,31 @@ def compile_for_h200(
     Raises:
       jax.errors.JaxRuntimeError: where XLA, Triton or ptxas refuses the program.
     """
+    return compile_lowered(lower_for_h200(fn, *args, mesh=mesh, specs=specs))
+
+
+def lower_for_h200(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | None = None,
+    specs: Sequence[P] | None = None,
+) -> jax.stages.Lowered:
+    """As `compile_for_h200`, and stops where Triton would speak."""
     mesh = mesh or h200_mesh(device=1)
     specs = specs or [P()] * len(args)
     structs = [
         _structs(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs, strict=True)
     ]
+    with on_h200():
+        lowered: jax.stages.Lowered = _jitted(fn).trace(*structs).lower()
+    return lowered
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> Program:
+    """What is left of `compile_for_h200` after `lower_for_h200`."""
     # Options of this one compilation: in XLA_FLAGS that of the emitter breaks XLA for CPUs.
     options: dict[str, Any] = {"xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
-    with on_h200(), tempfile.TemporaryDirectory() as dump:
-        lowered = _jitted(fn).trace(*structs).lower()
+    with tempfile.TemporaryDirectory() as dump:
         compiled = lowered.compile({"xla_dump_to": dump} | options)
         ptx = tuple(path.read_text() for path in sorted(pathlib.Path(dump).rglob("*.ptx")))
     return Program(compiled, tuple(text for text in ptx if ".entry" in text))

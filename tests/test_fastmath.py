@@ -48,6 +48,12 @@ def spread(rng: Rng) -> Any:
     return np.exp2(rng.uniform(-125, 125, 1024)).astype(np.float32)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="XLA for CPUs takes them for 0")
+def test_denormal_numbers_are_kept() -> None:
+    x = np.full(1024, 2.0**-130, np.float32)
+    np.testing.assert_array_equal(run(lambda x: x + x, x), 2 * to_float64(x))
+
+
 def test_exp2_is_within_2_ulp(rng: Rng) -> None:
     """On a card; XLA for CPUs rounds x log(2) before it takes exp."""
     x = rng.uniform(-125, 127, 1024).astype(np.float32)

@@ -1,5 +1,6 @@
 """The emulated card runs what is right, and tells what is wrong."""
 
+import collections
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests import ptx
+from tests.ptx.shared import Shared
 
 INT32 = np.dtype(np.int32)
 
@@ -34,8 +36,8 @@ def program(body: str, num_threads: int = 64) -> ptx.Program:
 
 def run(body: str, x: Any, grid: tuple[int, ...] = (1, 1, 1), size: int = 64) -> Any:
     """y, as int32, of an x of int32."""
-    y = jax.ShapeDtypeStruct((size,), INT32)
-    (out,), traffic = ptx.run(program(body), grid, [np.asarray(x, INT32)], [y])
+    y, traffic = jax.ShapeDtypeStruct((size,), INT32), collections.Counter[str]()
+    (out,) = ptx.run(program(body), grid, [np.asarray(x, INT32)], [y], traffic)
     return out, traffic
 
 
@@ -83,18 +85,26 @@ $L__BB0_2:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("ld.global.b32 %r2, [%rd4+4];", "global load outside of what may be reached"),
-        ("ld.global.b32 %r2, [%rd4+1048576];", "global load far outside"),
+        ("ld.global.b32 %r2, [%rd4+4];", "global load outside of an array"),
+        ("ld.global.b32 %r2, [%rd4+1048576];", "global load outside of an array"),
         ("ld.global.v2.b32 {%r2, %r3}, [%rd4];", "misaligned global load"),
-        ("st.global.b32 [%rd4], %r1;", "global store outside of what may be reached"),
-        ("st.global.b32 [%rd2], %r1;", "two threads store different numbers"),
+        ("st.global.b32 [%rd4], %r1;", "global store into an operand"),
+        ("st.global.b32 [%rd2], %r1;", "different numbers are stored at one place"),
         ("st.shared.b32 [global_smem], %r1;", "two threads store different numbers"),
+        (
+            "st.global.b32 [%rd5], %r1; add.s32 %r2, %r1, 1; st.global.b32 [%rd5], %r2;",
+            "different numbers are stored at one place",
+        ),
+        ("ld.global.b32 %r2, [%rd5];", "global load from a result"),
+        ("ld.shared.b32 %r2, [global_smem];", "shared memory is read before it is written"),
         ("add.s32 %r2, %r3, 1;", "%r3 is read before it is written"),
+        ("shfl.sync.idx.b32 %r2, %r1, 0, 7199, -1;", "no such shuffle here"),
+        ("setp.eq.b32 %p1, %r1, 1; @%p1 add.s32 %r2, %r1, 1;", "for some threads alone: add.s32"),
         (
             "setp.eq.b32 %p1, %r1, 1;\n@%p1 bra $L__BB0_1;\n$L__BB0_1:",
             "threads of one program part",
         ),
-        ("frob.b32 %r2, %r1;", "no such instruction here: frob.b32"),
+        ("add.sat.s32 %r2, %r1, 1;", "no such instruction here: add.sat.s32"),
     ],
 )
 def test_what_a_card_would_not_tell(body: str, message: str) -> None:
@@ -114,6 +124,9 @@ def test_warps_meet_at_barriers() -> None:
         run(USED + WRITE + READ, [0])
     with pytest.raises(ptx.MachineError, match="no barrier between a read"):
         run(f"{USED}{WRITE} bar.sync 0; {READ} {WRITE}", [0])
+    all_read = "ld.shared.b32 %r4, [global_smem+252];"
+    with pytest.raises(ptx.MachineError, match="no barrier between a read"):
+        run(f"{USED}{WRITE} bar.sync 0; {all_read} {WRITE}", [0])
 
 
 def test_asynchronous_copies_are_waited_for() -> None:
@@ -126,3 +139,48 @@ def test_asynchronous_copies_are_waited_for() -> None:
     np.testing.assert_array_equal(run(f"{copy} cp.async.wait_group 0; {read}", x)[0], x)
     with pytest.raises(ptx.MachineError, match="asynchronous copy is about to write"):
         run(f"{copy} cp.async.wait_group 1; {read}", x)
+    with pytest.raises(ptx.MachineError, match="asynchronous copy is about to write"):
+        run(f"{copy} {copy}", x)
+
+
+def test_tensor_cores_read_until_they_are_waited_for() -> None:
+    shared, first, all_lanes = Shared(1), np.array([0]), np.ones((1, 32), bool)
+    address = np.arange(0, 128, 4)[None]
+    numbers = np.arange(32, dtype=np.uint32)[None, :, None]
+    shared.store(first, 0, address, all_lanes, numbers)
+    with pytest.raises(ptx.MachineError, match="no barrier between a write"):
+        shared.fetch(first, 0, address, 4)
+    np.testing.assert_array_equal(shared.fetch(first, 1, address, 4), numbers[..., 0])
+    with pytest.raises(ptx.MachineError, match="tensor cores may yet read"):
+        shared.store(first, 2, address, all_lanes, numbers)
+    shared.fetched(first, 2, address)
+    with pytest.raises(ptx.MachineError, match="no barrier between a read"):
+        shared.store(first, 2, address, all_lanes, numbers)
+    shared.store(first, 3, address, all_lanes, numbers)
+
+
+NAN, ONE, TWO, DENORMAL = (int(np.float32(x).view(np.int32)) for x in (np.nan, 1, 2, 2.0**-130))
+
+
+@pytest.mark.parametrize(
+    ("body", "x", "want"),
+    [
+        ("shl.b32 %r3, %r2, 32;", [5, -1], [0, 0]),
+        ("shr.s32 %r3, %r2, 40;", [8, -8], [0, -1]),
+        ("shr.u32 %r3, %r2, 28;", [-1], [15]),
+        ("mul.hi.s32 %r3, %r2, -3;", [1, -1], [-1, 0]),
+        ("mul.hi.u32 %r3, %r2, -3;", [2], [1]),
+        ("bfe.s32 %r3, %r2, 4, 4;", [0xF0, 0x70], [-1, 7]),
+        ("prmt.b32 %r3, %r2, 0, 0x8880U;", [0x80, 0x7F], [-128, 0x7F]),
+        ("min.f32 %r3, %r2, 0f3F800000;", [NAN, TWO], [ONE, ONE]),
+        ("setp.gtu.f32 %p1, %r2, 0f3F800000; selp.b32 %r3, 1, 0, %p1;", [NAN, ONE, TWO], [1, 0, 1]),
+        ("setp.gt.f32 %p1, %r2, 0f3F800000; selp.b32 %r3, 1, 0, %p1;", [NAN, ONE, TWO], [0, 0, 1]),
+        ("cvt.rna.tf32.f32 %r3, %r2;", [ONE + 0x1000, ONE + 0xFFF], [ONE + 0x2000, ONE]),
+        ("add.rn.f32 %r3, %r2, %r2;", [DENORMAL], [2 * DENORMAL]),
+        ("rcp.approx.ftz.f32 %r3, %r2;", [ONE, DENORMAL], [ONE, 0x7F800000]),
+        ("shfl.sync.up.b32 %r3, %r1, 1, 0, -1;", [0], [0, *range(31), 32, *range(32, 63)]),
+    ],
+)
+def test_edges(body: str, x: list[int], want: list[int]) -> None:
+    out, _ = run(f"ld.global.b32 %r2, [%rd4]; {body} st.global.b32 [%rd5], %r3;", np.resize(x, 64))
+    np.testing.assert_array_equal(out, np.resize(want, 64))

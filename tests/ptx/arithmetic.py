@@ -6,93 +6,65 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.machine import TYPES, Machine, instruction
-from tests.ptx.memory import Array, MachineError
+from tests.ptx.machine import TYPES, Machine, Run, instruction
+from tests.ptx.memory import MachineError
 from tests.ptx.program import Instruction
 
-_WIDER: dict[str, Any] = {"16": "32", "32": "64"}
-_FLOATING = ("f16", "bf16", "f32", "f64")
+INTEGER = r"[bsu](16|32|64)"
 
 
-def flushed(i: Instruction, x: Array) -> Array:
-    """With 0 in place of denormal numbers, if the instruction says so."""
-    if "ftz" not in i.words or x.dtype != np.float32:
-        return x
-    small = np.abs(x) < np.finfo(np.float32).tiny
-    return np.where(small, np.copysign(np.float32(0), x), x)
-
-
-def _elementwise(fn: Callable[..., Any]) -> Callable[[Machine, Instruction], None]:
+def _elementwise(fn: Callable[..., Any]) -> Run:
     """All operands and the result are of the one type."""
 
     def run(m: Machine, i: Instruction) -> None:
-        operands = (flushed(i, m.read(x, i.type)) for x in i.operands[1:])
-        m.write(i.operands[0], flushed(i, np.asarray(fn(*operands)).astype(TYPES[i.type])))
+        m.write(i.operands[0], np.asarray(fn(*(m.read(x, i.type) for x in i.operands[1:]))))
 
     return run
 
 
-for _name, _fn in {
-    "add": np.add,
-    "sub": np.subtract,
-    "neg": np.negative,
-    "abs": np.abs,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
+for _pattern, _fn in {
+    rf"add\.(rn\.f32|{INTEGER})": np.add,
+    rf"sub\.(rn\.f32|{INTEGER})": np.subtract,
+    rf"neg\.(f32|{INTEGER})": np.negative,
+    rf"abs\.(f32|{INTEGER})": np.abs,
+    rf"and\.(pred|{INTEGER})": np.bitwise_and,
+    rf"or\.(pred|{INTEGER})": np.bitwise_or,
+    rf"xor\.(pred|{INTEGER})": np.bitwise_xor,
+    rf"not\.(pred|{INTEGER})": np.invert,
+    rf"mul\.(rn\.f32|lo\.{INTEGER})": np.multiply,
+    rf"min\.{INTEGER}": np.minimum,
+    rf"max\.{INTEGER}": np.maximum,
+    r"min\.f32": np.fmin,  # of NaN and a number the number
+    r"max\.f32": np.fmax,
 }.items():
-    instruction(_name)(_elementwise(_fn))
+    instruction(_pattern)(_elementwise(_fn))
 
 
-@instruction("min", "max")
-def extreme(m: Machine, i: Instruction) -> None:
-    """Of NaN and a number the number, unless told otherwise."""
-    least = i.words[0] == "min"
-    if i.type in _FLOATING and "NaN" not in i.words:
-        return _elementwise(np.fmin if least else np.fmax)(m, i)
-    return _elementwise(np.minimum if least else np.maximum)(m, i)
+@instruction(r"mad\.lo\.[su](16|32|64)")
+def multiply_add_integers(m: Machine, i: Instruction) -> None:
+    a, b, c = (m.read(x, i.type) for x in i.operands[1:])
+    m.write(i.operands[0], a * b + c)
 
 
-@instruction("mul", "mad")
-def multiply(m: Machine, i: Instruction) -> None:
-    """The product, or of integers one of its halves or both, and perhaps a sum."""
-    a, b = (m.read(x, i.type) for x in i.operands[1:3])
-    kind = i.type
-    if "wide" in i.words or "hi" in i.words:
-        kind = i.type[0] + _WIDER[i.type[1:]]
-        a, b = a.astype(TYPES[kind]), b.astype(TYPES[kind])
-    product = flushed(i, flushed(i, a) * flushed(i, b))
-    if "hi" in i.words:
-        product, kind = (product >> (8 * product.itemsize // 2)).astype(TYPES[i.type]), i.type
-    if i.words[0] == "mad":
-        product = product + m.read(i.operands[3], kind)
+@instruction(r"mul\.(wide|hi)\.[su](16|32)")
+def multiply_wide(m: Machine, i: Instruction) -> None:
+    """The whole product, or its upper half."""
+    wide = TYPES[i.type[0] + {"16": "32", "32": "64"}[i.type[1:]]]
+    a, b = (m.read(x, i.type).astype(wide) for x in i.operands[1:])
+    product = a * b
+    if i.words[1] == "hi":
+        product = (product >> 4 * product.itemsize).astype(TYPES[i.type])
     m.write(i.operands[0], product)
 
 
-@instruction("fma")
+@instruction(r"fma\.rn\.f32")
 def multiply_add(m: Machine, i: Instruction) -> None:
     """Rounded once (all but: the sum has 64 bits before)."""
-    a, b, c = (flushed(i, m.read(x, i.type)).astype(np.longdouble) for x in i.operands[1:])
-    m.write(i.operands[0], flushed(i, (a * b + c).astype(TYPES[i.type])))
+    a, b, c = (m.read(x, i.type).astype(np.longdouble) for x in i.operands[1:])
+    m.write(i.operands[0], (a * b + c).astype(np.float32))
 
 
-@instruction("rem")
-def remainder(m: Machine, i: Instruction) -> None:
-    a, b = (m.read(x, i.type) for x in i.operands[1:])
-    m.write(i.operands[0], np.fmod(a, np.where(b == 0, 1, b)).astype(TYPES[i.type]))
-
-
-@instruction("div")
-def divide(m: Machine, i: Instruction) -> None:
-    a, b = (m.read(x, i.type) for x in i.operands[1:])
-    if i.type in _FLOATING:
-        return m.write(i.operands[0], (a.astype(np.float64) / b).astype(TYPES[i.type]))
-    b = np.where(b == 0, 1, b)
-    return m.write(i.operands[0], ((a - np.fmod(a, b)) // b).astype(TYPES[i.type]))
-
-
-@instruction("shl", "shr")
+@instruction(r"sh[lr]\.[bsu](16|32|64)")
 def shift(m: Machine, i: Instruction) -> None:
     x, by = m.read(i.operands[1], i.type), m.read(i.operands[2], "u32")
     bits = 8 * x.itemsize
@@ -103,35 +75,18 @@ def shift(m: Machine, i: Instruction) -> None:
     m.write(i.operands[0], moved.astype(x.dtype))
 
 
-@instruction("shf")
-def funnel_shift(m: Machine, i: Instruction) -> None:
-    low, high, by = (m.read(x, "u32").astype(np.uint64) for x in i.operands[1:])
-    by = by % np.uint64(32) if "wrap" in i.words else np.minimum(by, np.uint64(32))
-    pair = high << np.uint64(32) | low
-    moved = pair >> by if "r" in i.words else (pair << by) >> np.uint64(32)
-    m.write(i.operands[0], moved.astype(np.uint32))
-
-
-@instruction("bfe")
+@instruction(r"bfe\.[su](32|64)")
 def extract_bits(m: Machine, i: Instruction) -> None:
     start, length = int(i.operands[2]), int(i.operands[3])
-    wide = m.read(i.operands[1], i.type).astype(TYPES[i.type[0] + "64"])
-    kept = wide << (64 - start - length) >> (64 - length)
-    m.write(i.operands[0], kept.astype(TYPES[i.type]))
+    x = m.read(i.operands[1], i.type)
+    bits = 8 * x.itemsize
+    if start < 0 or length < 1 or start + length > bits:
+        raise MachineError(f"bits {start} to {start + length} of {bits}")
+    m.write(i.operands[0], x << x.dtype.type(bits - start - length) >> x.dtype.type(bits - length))
 
 
-@instruction("bfi")
-def insert_bits(m: Machine, i: Instruction) -> None:
-    x, into = m.read(i.operands[1], "u32"), m.read(i.operands[2], "u32")
-    start, length = int(i.operands[3]), int(i.operands[4])
-    field = np.uint32((1 << length) - 1 << start)
-    m.write(i.operands[0], into & ~field | x << np.uint32(start) & field)
-
-
-@instruction("prmt")
+@instruction(r"prmt\.b32")
 def permute_bytes(m: Machine, i: Instruction) -> None:
-    if len(i.words) > 2:
-        raise MachineError(f"no such permutation here: {i.opcode}")
     a, b, choice = (m.read(x, "u32").astype(np.uint64) for x in i.operands[1:])
     pair, out = b << np.uint64(32) | a, np.zeros_like(a)
     for k in range(4):
@@ -142,25 +97,24 @@ def permute_bytes(m: Machine, i: Instruction) -> None:
     m.write(i.operands[0], out.astype(np.uint32))
 
 
-@instruction("selp")
+@instruction(rf"selp\.(f32|{INTEGER})")
 def select(m: Machine, i: Instruction) -> None:
     a, b = (m.read(x, i.type) for x in i.operands[1:3])
     m.write(i.operands[0], np.where(m.read(i.operands[3], "pred"), a, b))
 
 
-@instruction("setp")
+@instruction(rf"setp\.(eq|ne|lt|le|gt|ge)(\.and|\.or)?\.({INTEGER}|f32|f16|bf16)")
+@instruction(r"setp\.(num|nan|(eq|ne|lt|le|gt|ge)u)(\.and|\.or)?\.f32")
 def compare(m: Machine, i: Instruction) -> None:
-    name = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(i.words[1], i.words[1])
+    """With NaN all is false, and all true of those that end in "u"."""
     a, b = (m.read(x, i.type) for x in i.operands[1:3])
-    if i.type in _FLOATING:
-        a, b = a.astype(np.float64), b.astype(np.float64)
     unordered = (a != a) | (b != b)
-    if name in ("num", "nan"):
-        result = unordered == (name == "nan")
+    if i.words[1] in ("num", "nan"):
+        result = unordered == (i.words[1] == "nan")
     else:
-        result = getattr(operator, name[:2])(a, b)
-        result = result | unordered if name[2:] == "u" else result & ~unordered
+        result = getattr(operator, i.words[1][:2])(a, b)
+        result = result | unordered if i.words[1][2:] == "u" else result & ~unordered
     if len(i.words) > 3:  # joined with a third operand
-        join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[i.words[2]]
-        result = join(result, m.read(i.operands[3], "pred"))
+        other = m.read(i.operands[3], "pred")
+        result = result & other if i.words[2] == "and" else result | other
     m.write(i.operands[0], result)

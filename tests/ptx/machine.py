@@ -1,38 +1,51 @@
 """Programs in lockstep: their registers, and where they stand."""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from tests.ptx.memory import RAW, Array, Global, MachineError, Shared
+from tests.ptx.memory import RAW, Array, Global, MachineError
 from tests.ptx.program import Instruction, Program, vector
+from tests.ptx.shared import Shared
 
 TYPES: dict[str, Any] = {
-    **{f"{kind}{bits}": RAW[bits // 8] for kind in "bu" for bits in (8, 16, 32, 64)},
-    **{f"s{bits}": np.dtype(f"int{bits}").type for bits in (8, 16, 32, 64)},
-    "f16": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "f32": np.float32,
-    "f64": np.float64,
-    "pred": np.bool_,
+    **{f"{kind}{bits}": np.dtype(RAW[bits // 8]) for kind in "bu" for bits in (8, 16, 32, 64)},
+    **{f"s{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    "f16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f32": np.dtype(np.float32),
+    "pred": np.dtype(np.bool_),
 }
-HALVES = {"b32": "b16", "b64": "b32"}
+_ALL = np.ones((1, 1), bool)
 
 Run = Callable[["Machine", Instruction], None]
-INSTRUCTIONS: dict[str, Run] = {}
+_KNOWN: list[tuple[re.Pattern[str], Run, bool]] = []
 
 
-def instruction(*names: str) -> Callable[[Run], Run]:
-    """Says which instructions, by their first word, a function runs."""
+def instruction(pattern: str, *, guarded: bool = False) -> Callable[[Run], Run]:
+    """Says which instructions a function runs, and whether for some threads alone.
+
+    All of an instruction's words count: none has a meaning that is passed over.
+    """
 
     def register(run: Run) -> Run:
-        INSTRUCTIONS.update(dict.fromkeys(names, run))
+        _KNOWN.append((re.compile(pattern), run, guarded))
         return run
 
     return register
+
+
+@functools.cache
+def _meaning(opcode: str) -> tuple[Run, bool]:
+    for pattern, run, guarded in _KNOWN:
+        if pattern.fullmatch(opcode):
+            return run, guarded
+    raise MachineError(f"no such instruction here: {opcode}")
 
 
 @dataclasses.dataclass
@@ -55,6 +68,7 @@ class Group:
     members: Array
     registers: dict[str, Array] = dataclasses.field(default_factory=dict)
     copies: list[list[Copy]] = dataclasses.field(default_factory=lambda: [[]])
+    products: list[Array] = dataclasses.field(default_factory=list)  # addresses they may yet read
     barriers: int = 0
 
     def part(self, keep: Array, at: int) -> "Group":
@@ -66,6 +80,7 @@ class Group:
             self.members[keep],
             {name: of(x) for name, x in self.registers.items()},
             [[Copy(of(c.address), of(c.mask), of(c.values)) for c in g] for g in self.copies],
+            [of(x) for x in self.products],
             self.barriers,
         )
 
@@ -94,9 +109,9 @@ class Machine:
             while self.group.at < len(self.program.code):
                 i = self.program.code[self.group.at]
                 self.guard = self._guard(i)
-                if i.words[0] == "bra":
+                if i.opcode in ("bra", "bra.uni"):
                     waiting += self._branch(self.program.labels[i.operands[0]])
-                elif i.words[0] == "ret":
+                elif i.opcode == "ret":
                     if self.guard is not None:
                         raise MachineError("some threads return alone")
                     break
@@ -105,7 +120,7 @@ class Machine:
                     self.group.at += 1
 
     def _guard(self, i: Instruction) -> Array | None:
-        return None if i.guard is None else self.group.registers[i.guard] ^ i.unless
+        return None if i.guard is None else self.read(i.guard, "pred") ^ i.unless
 
     def _branch(self, target: int) -> list[Group]:
         """Goes where the guard says; the group of those who go elsewhere, if any do."""
@@ -124,11 +139,15 @@ class Machine:
         return [here.part(np.flatnonzero(goers), target)]
 
     def _step(self, i: Instruction) -> None:
-        run = INSTRUCTIONS.get(i.words[0])
-        if run is None:
-            raise MachineError(f"no such instruction here: {i.opcode}")
-        with np.errstate(all="ignore"):
-            run(self, i)
+        run, guarded = _meaning(i.opcode)
+        if self.guard is not None and not guarded:
+            raise MachineError(f"no such instruction here for some threads alone: {i.opcode}")
+        run(self, i)
+
+    @property
+    def here(self) -> tuple[Array, int]:
+        """Whose shared memory is meant, and when."""
+        return self.group.members, self.group.barriers
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -137,29 +156,33 @@ class Machine:
     @property
     def mask(self) -> Array:
         """Which threads take part."""
-        return self.full(np.ones((1, 1), bool) if self.guard is None else self.guard)
+        return self.full(_ALL if self.guard is None else self.guard)
 
     def full(self, x: Array) -> Array:
-        return np.broadcast_to(x, self.shape)
+        return x if x.shape == self.shape else np.broadcast_to(x, self.shape)
 
     def warps(self, x: Array) -> Array:
         """[programs, warps, 32]"""
-        return np.ascontiguousarray(self.full(x)).reshape(len(x := self.full(x)), -1, 32)
+        return np.ascontiguousarray(self.full(x)).reshape(len(self.group.members), -1, 32)
 
     def read(self, operand: str, kind: str) -> Array:
         """An operand as numbers of a type, [programs or 1, threads or 1]."""
         dtype = TYPES[kind]
-        if operand.startswith("{"):
-            return self._joined(operand, kind).view(dtype)
-        bits = self._bits(operand, np.dtype(dtype).itemsize, kind == "pred")
-        return bits if kind == "pred" else bits.view(dtype)
+        bits = self.group.registers.get(operand)
+        if bits is None:
+            bits = self._other(operand, dtype)
+        if bits.itemsize > dtype.itemsize:  # the low bits of a wider register
+            bits = bits.astype(RAW[dtype.itemsize])
+        if bits.itemsize < dtype.itemsize or (bits.dtype == bool) != (kind == "pred"):
+            raise MachineError(f"{operand} is no {kind}")
+        return bits.view(dtype)
 
     def write(self, operand: str, value: Array) -> None:
         """Sets a register, for the threads that take part."""
         if operand.startswith("{"):
             return self._write_halves(vector(operand), value)
         if value.dtype != np.bool_:
-            value = np.ascontiguousarray(value).view(RAW[value.itemsize])
+            value = value.view(RAW[value.itemsize])
         if self.guard is not None:
             before = self.group.registers.get(operand, np.full((1, 1), -1).astype(value.dtype))
             value = np.where(self.guard, value, before)
@@ -168,51 +191,46 @@ class Machine:
 
     def address(self, operand: str) -> Array:
         """That of "[%rd1 + 16]"."""
-        base, _, offset = operand.strip("[] ").partition("+")
-        base = base.strip()
-        start = np.zeros((1, 1), np.int64)
-        if base != "global_smem":
-            start = self.group.registers[base].astype(np.int64)
-        return self.full(start + int(offset or 0))
+        base, offset = _base_and_offset(operand)
+        bits = self.read(base, "b64" if base.startswith("%rd") else "b32")
+        return self.full(bits.astype(np.int64) + offset)
 
-    def _bits(self, operand: str, size: int, is_predicate: bool) -> Array:
-        known = self._special(operand) if operand.startswith("%") else None
-        if known is None:
-            value = _constant(operand)
-            bits = np.array([[value % 256**size]], np.uint64).astype(RAW[size])
-            return bits.astype(bool) if is_predicate else bits
-        if known.itemsize > size:  # the low bits of a wider register
-            return np.ascontiguousarray(known).astype(RAW[size])
-        if known.itemsize != size:
-            raise MachineError(f"{operand} is narrower than {size} bytes")
-        return known
-
-    def _special(self, name: str) -> Array:
-        if name in self.group.registers:
-            return self.group.registers[name]
-        kind, _, axis = name[1:].partition(".")
-        if kind == "tid":
-            return self.threads[None] * (axis == "x")
-        if kind == "ctaid":
-            return self.ids[axis][self.group.members][:, None].astype(np.uint32)
-        raise MachineError(f"{name} is read before it is written")
-
-    def _joined(self, operand: str, kind: str) -> Array:
-        low, high = (self.read(x, HALVES[kind]) for x in vector(operand))
-        wide = TYPES[kind]
-        return np.asarray(low.astype(wide) | (high.astype(wide) << wide(8 * low.itemsize)))
+    def _other(self, operand: str, dtype: Any) -> Array:
+        """What is not in a register by that name."""
+        if operand.startswith("{"):
+            half, wide = 4 * dtype.itemsize, RAW[dtype.itemsize]
+            low, high = (self.read(x, f"b{half}").astype(wide) for x in vector(operand))
+            return np.asarray(low | high << wide(half))
+        if operand == "%tid.x":
+            return self.threads[None]
+        if operand.startswith("%ctaid."):
+            return self.ids[operand[-1]][self.group.members][:, None].astype(np.uint32)
+        if operand.startswith("%"):
+            raise MachineError(f"{operand} is read before it is written")
+        return _constant(operand, dtype)
 
     def _write_halves(self, names: tuple[str, ...], value: Array) -> None:
         """The low half first."""
         bits, half = value.view(RAW[value.itemsize]), value.itemsize // 2
-        for place, name in enumerate(names):
+        for place, name in zip((0, 8 * half), names, strict=True):
             if name != "_":
-                self.write(name, (bits >> 8 * half * place).astype(RAW[half]))
+                self.write(name, (bits >> place).astype(RAW[half]))
 
 
-def _constant(operand: str) -> int:
+@functools.cache
+def _base_and_offset(operand: str) -> tuple[str, int]:
+    base, _, offset = operand.strip("[]").partition("+")
+    return base.strip(), int(offset or 0)
+
+
+@functools.cache
+def _constant(operand: str, dtype: Any) -> Array:
+    """Of "-1", "0x7701U", "0f3F800000", or where shared memory begins."""
     if operand == "global_smem":
-        return 0
-    if operand[:2] in ("0f", "0d"):
-        return int(operand[2:], 16)
-    return int(operand.rstrip("U"), 0)
+        value = 0
+    elif operand.startswith("0f"):
+        value = int(operand[2:], 16)
+    else:
+        value = int(operand.rstrip("U"), 0)
+    bits = np.full((1, 1), value % 256**dtype.itemsize, RAW[dtype.itemsize])
+    return bits != 0 if dtype == np.bool_ else bits

@@ -37,6 +37,7 @@ class Program:
 
 def parse(text: str) -> Program:
     """The one kernel of a PTX module."""
+    assert text.count(".entry") == 1
     text = re.sub(r"//[^\n]*", "", text[text.index(".entry") :])
     head, _, body = text.partition("{")
     name, threads = re.search(r"\.entry (\w+)", head), re.search(r"\.(?:req|max)ntid (\d+)", head)
@@ -55,6 +56,7 @@ def parse(text: str) -> Program:
     return Program(name.group(1), parameters, int(threads.group(1)), tuple(code), labels)
 
 
+@functools.cache
 def _instruction(statement: str) -> Instruction:
     found = re.fullmatch(r"(?:@(!?)(%\w+)\s+)?(\S+)\s*(.*)", statement)
     assert found is not None

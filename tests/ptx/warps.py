@@ -2,106 +2,76 @@
 
 import numpy as np
 
-from tests.ptx.conversions import as_tf32
-from tests.ptx.machine import TYPES, Machine, instruction
+from tests.ptx.machine import Machine, instruction
 from tests.ptx.memory import Array, MachineError
 from tests.ptx.program import Instruction, vector
 
-LANE = np.arange(32)
-ROW, COLUMN = LANE // 4, LANE % 4  # of a fragment of the tensor cores
 
-
-@instruction("bar", "barrier")
+@instruction(r"bar\.(warp\.)?sync")
 def barrier(m: Machine, i: Instruction) -> None:
+    """Of all threads: of a warp all lanes, or all of barrier 0."""
+    if i.operands != (("-1",) if "warp" in i.words else ("0",)):
+        raise MachineError(f"no such barrier here: {i.operands}")
     m.group.barriers += "warp" not in i.words
 
 
-@instruction("fence", "membar", "griddepcontrol")
+@instruction(r"fence\.proxy\.async\.shared::cta|griddepcontrol\.wait")
 def nothing(m: Machine, i: Instruction) -> None:
     pass
 
 
-@instruction("shfl")
+@instruction(r"shfl\.sync\.(up|bfly|idx)\.b32")
 def shuffle(m: Machine, i: Instruction) -> None:
-    x = m.warps(m.read(i.operands[1], "b32"))
-    by = m.warps(m.read(i.operands[2], "b32")).astype(np.int64) & 31
-    clamp, segment = int(i.operands[3]) & 31, int(i.operands[3]) >> 8 & 31
-    last = LANE & segment | clamp & ~segment
-    source = {
-        "up": LANE - by,
-        "down": LANE + by,
-        "bfly": LANE ^ by,
-        "idx": LANE & segment | by & ~segment,
-    }[i.words[2]]
-    known = source >= last if i.words[2] == "up" else source <= last
-    taken = np.take_along_axis(x, np.where(known, source, LANE), axis=2)
-    value, _, predicate = i.operands[0].partition("|")
-    m.write(value, taken.reshape(m.shape))
-    if predicate:
-        m.write(predicate, np.broadcast_to(known, x.shape).reshape(m.shape))
+    """Of all lanes, from anywhere in the warp; a lane without a source keeps its own."""
+    mode, limits = i.words[2], i.operands[3:]
+    if limits != ("0" if mode == "up" else "31", "-1"):
+        raise MachineError(f"no such shuffle here: {i.opcode} {limits}")
+    by = m.read(i.operands[2], "b32").astype(np.int64) & 31
+    lane = m.threads % np.int64(32)
+    source = {"up": lane - by, "bfly": lane ^ by, "idx": by}[mode]
+    source = m.threads - lane + np.where(source < 0, lane, source)
+    x = m.full(m.read(i.operands[1], "b32"))
+    alike = len(source) == 1
+    m.write(i.operands[0], x[:, source[0]] if alike else np.take_along_axis(x, source, axis=1))
 
 
-@instruction("redux")
+@instruction(r"redux\.sync\.max\.s32")
 def reduce(m: Machine, i: Instruction) -> None:
-    names = {"add": np.add, "min": np.minimum, "max": np.maximum, "or": np.bitwise_or}
-    x = m.warps(m.read(i.operands[1], i.type))
-    total = names[i.words[2]].reduce(x, axis=2, keepdims=True)
-    m.write(i.operands[0], np.broadcast_to(total, x.shape).reshape(m.shape))
+    if (m.read(i.operands[2], "s32") != -1).any():
+        raise MachineError("a reduction of some lanes")
+    x = m.warps(m.read(i.operands[1], "s32"))
+    m.write(i.operands[0], x.max(axis=2).repeat(32, axis=1))
 
 
-@instruction("vote")
-def vote(m: Machine, i: Instruction) -> None:
-    x = m.warps(m.read(i.operands[1], "pred"))
-    if i.words[2] == "ballot":
-        bits = x.astype(np.uint32) << LANE.astype(np.uint32)
-        result = np.bitwise_or.reduce(bits, axis=2, keepdims=True)
-    else:
-        result = {"any": np.any, "all": np.all}[i.words[2]](x, axis=2, keepdims=True)
-    m.write(i.operands[0], np.broadcast_to(result, x.shape).reshape(m.shape))
-
-
-@instruction("ldmatrix")
+@instruction(r"ldmatrix\.sync\.aligned\.m8n8\.x[124]\.(trans\.)?shared\.b16")
 def load_matrices(m: Machine, i: Instruction) -> None:
     names = vector(i.operands[0])
     address, mask = _rows(m, i.operands[1], len(names))
-    rows = m.shared.load(m.group.members, m.group.barriers, address, mask, np.uint16, 8)
+    rows = m.shared.load(*m.here, address, mask, np.uint16, 8)
     tiles = rows.reshape(m.shape[0], -1, 4, 8, 8)
     if "trans" in i.words:
         tiles = tiles.swapaxes(-1, -2)
     for k, name in enumerate(names):
-        pair = (tiles[:, :, k, ROW, 2 * COLUMN + j].astype(np.uint32) for j in (0, 1))
-        low, high = pair
-        m.write(name, (low | high << np.uint32(16)).reshape(m.shape))
+        m.write(name, np.ascontiguousarray(tiles[:, :, k]).view(np.uint32).reshape(m.shape))
 
 
-@instruction("stmatrix")
+@instruction(r"stmatrix\.sync\.aligned\.m8n8\.x[124]\.(trans\.)?shared\.b16")
 def store_matrices(m: Machine, i: Instruction) -> None:
     names = vector(i.operands[1])
     address, mask = _rows(m, i.operands[0], len(names))
-    tiles = np.zeros((m.shape[0], m.shape[1] // 32, 4, 8, 8), np.uint16)
+    pairs = np.zeros((m.shape[0], m.shape[1] // 32, 4, 8, 4), np.uint32)
     for k, name in enumerate(names):
-        pair = m.warps(m.read(name, "b32")).view(np.uint16).reshape(*tiles.shape[:2], 32, 2)
-        for j in (0, 1):
-            tiles[:, :, k, ROW, 2 * COLUMN + j] = pair[..., j]
+        pairs[:, :, k] = m.warps(m.read(name, "b32")).reshape(*pairs.shape[:2], 8, 4)
+    tiles = pairs.view(np.uint16)
     if "trans" in i.words:
         tiles = tiles.swapaxes(-1, -2)
     values = tiles.reshape(*m.shape, 8)
-    m.shared.store(m.group.members, m.group.barriers, address, mask, values)
+    m.shared.store(*m.here, address, mask, values)
 
 
 def _rows(m: Machine, operand: str, count: int) -> tuple[Array, Array]:
-    """Where the rows of matrices of 8 x 8 are: lane 8 k + i says it for row i of matrix k."""
+    """Where the rows of matrices of 8 x 8 are: lane 8 k + i says it for row i of matrix k.
+
+    Of each matrix a lane has two numbers side by side, four lanes a row.
+    """
     return m.address(operand), m.mask & (m.threads % 32 < 8 * count)
-
-
-def fragment(m: Machine, operand: str, kind: str) -> Array:
-    """Registers as the tensor cores take them: [programs, warps, 32, registers, numbers]."""
-    xs = [m.warps(m.read(x, "b32")) for x in vector(operand)]
-    x = np.stack(xs, -1)[..., None]
-    if kind == "f32":
-        return x.view(np.float32).astype(np.float64)
-    if kind == "tf32":
-        return as_tf32(x.view(np.float32)).view(np.float32).astype(np.float64)
-    if kind not in ("bf16", "f16"):
-        raise MachineError(f"no products of {kind} here")
-    return np.asarray(x.view(np.uint16).view(TYPES[kind]).astype(np.float64))
