@@ -79,9 +79,10 @@ def choose(
     block_c = min(power_of_two(s.c), widest, max(1, most // block_n))
     elements = block_n * block_c
     blocks, tiles = s.b * -(-s.c // block_c), -(-s.n // block_n)
-    # Each part reads what all others came to: with more parts that would be more than x is.
-    parts = min(512, tiles, math.isqrt(s.n // 2), (16 if s.last else 8) * num_sms // blocks)
-    num_parts = 1 if fills(s, num_sms=num_sms) else max(1, parts)
+    # Each part reads what all others came to: of many parts that would be more than x is.
+    most_parts = min(512, max(128, math.isqrt(s.n // 2)), (16 if s.last else 8) * num_sms // blocks)
+    each = 1 + (tiles - 1) // max(1, most_parts)
+    num_parts = 1 if fills(s, num_sms=num_sms) else -(-tiles // each)
     narrow = s.c % 4 > 0 or (backward and block_c < 32)  # which takes more registers
     return LogcumsumexpConfig(
         block_n=block_n,
