@@ -120,7 +120,8 @@ def _remark(cell: Cell, metric: Metric) -> str | None:
 def write(report: Report, folder: pathlib.Path) -> None:
     """OP-MODE.json and .md, and plots of memory and of kernel time, or wall-clock if there is none.
 
-    Tables of an earlier run in the same environment stay, unless measured again.
+    Tables of an earlier run in the same environment stay, unless measured again; the fewer calls of
+    the two are shown.
     """
     stem = folder / f"{report.op}-{report.tables[0].mode}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,11 +140,13 @@ def _merged(path: pathlib.Path, new: Report) -> Report:
         old = Report.from_json(path.read_text())
     except (OSError, ValueError, TypeError, KeyError):  # none, or of another form
         return new
-    if {**old.environment, "date": ""} != {**new.environment, "date": ""}:
+    calls = {"calls": min(old.environment["calls"], new.environment["calls"])}
+    environment = new.environment | calls
+    if old.environment | calls | {"date": environment["date"]} != environment:
         return new
     measured = {table.title for table in new.tables}
     kept = [table for table in old.tables if table.title not in measured]
-    return dataclasses.replace(new, tables=[*kept, *new.tables])
+    return dataclasses.replace(new, environment=environment, tables=[*kept, *new.tables])
 
 
 def _plot(report: Report, table: Table, metric: Metric, folder: pathlib.Path) -> None:

@@ -165,7 +165,7 @@ def compile_lowered(lowered: jax.stages.Lowered) -> Program:
     """What is left of `compile_for_h200` after `lower_for_h200`."""
     # Options of this one compilation: in XLA_FLAGS that of the emitter breaks XLA for CPUs.
     options: dict[str, Any] = {"xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
-    with tempfile.TemporaryDirectory() as dump:
+    with on_h200(), tempfile.TemporaryDirectory() as dump:
         compiled = lowered.compile({"xla_dump_to": dump} | options)
         ptx = tuple(path.read_text() for path in sorted(pathlib.Path(dump).rglob("*.ptx")))
     return Program(compiled, tuple(text for text in ptx if ".entry" in text))

@@ -134,7 +134,6 @@ H200 = [
     case(shape=(98304, 2048), axis=1),
     case(shape=(12, 8192, 2048), axis=1),
     case(shape=(1, 131_072, 64), axis=1),
-    case(shape=(4, 131_072, 16), axis=1),
     case(shape=(1000, 999), axis=0),
 ]
 

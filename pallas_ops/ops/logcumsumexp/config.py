@@ -87,7 +87,7 @@ def choose(
     return LogcumsumexpConfig(
         block_n=block_n,
         block_c=block_c,
-        block_exact=min(block_n, 256 // block_c if s.last else 32),
+        block_exact=min(block_n, (256 if backward else 512) // block_c if s.last else 32),
         num_parts=num_parts,
         num_warps=max(1, elements * s.itemsize // WARP_BYTES) << (narrow and not s.last),
         num_stages=1 if s.last else 2 if num_parts == 1 else 3,
