@@ -98,21 +98,22 @@ def jax_own(*, where: str, **_: Any) -> Function:
     return partial(cumlogsumexp, axis=CASES[where][0])
 
 
-def proposals(*, where: str, mode: str, **_: Any) -> list[Provider]:
+def proposals(*, where: str, **_: Any) -> list[Provider]:
     """Tiles of rows; of columns, 16 to 64 beside each other; and, for few, parts of the axis."""
     tried = partial(sweep.configs, LogcumsumexpConfig)
     if CASES[where][0] == 2:
-        configs = tried(block_n=(2048,), block_exact=(64, 128, 256, 512), num_warps=(1, 2, 4))
-        configs += tried(block_n=(1024,), block_c=(1, 2), num_warps=(1, 2, 4), block_exact=(256,))
+        configs = tried(
+            block_n=(512, 1024, 2048), block_c=(1, 2), block_exact=(256, 512), num_warps=(1, 2)
+        )
     else:
         few = where == "few"
         configs = tried(
-            block_n=(64, 128) if few else (32, 64, 128),
-            block_c=(16, 32) if few else (16, 32, 64),
-            block_exact=(16,) if few else (8, 16),
-            num_parts=(128, 256, 511) if few else (1,),
-            num_warps=(1, 2) if few else (1, 2, 4),
-            num_stages=(3,) if mode == "bwd" else (4,) if few else (3, 4, 5),
+            block_n=(64, 128),
+            block_c=(32, 64),
+            block_exact=(32,) if few else (16, 32, 64),
+            num_parts=(128, 256) if few else (1,),
+            num_warps=(1, 2, 4),
+            num_stages=(2, 3),
         )
     configs += tried(
         variant=("recurrence",),

@@ -98,7 +98,7 @@ def test_exact_whatever_the_numbers(
     _, initial, do, dfinal = arguments(np.random.default_rng(seed), (40, 4), 0)
     initial = initial.at[0, 0].set(-jnp.inf)
     xs = tuple(jnp.moveaxis(jnp.asarray(y), 0, axis) for y in (x, initial, do, dfinal))
-    config = LogcumsumexpConfig(block_n=16, block_c=4, block_exact=8)
+    config = LogcumsumexpConfig(block_n=16, block_c=16, block_exact=8)
     kwargs = {} if implementation == "xla" else dict(config=config)
     got = pulled(implementation, axis=axis, **kwargs)(*xs)
     assert_exact(got, loop(*xs, axis=axis), xs[2], axis)
