@@ -108,6 +108,8 @@ def fla_cumsum(
     chunk_size: int = 128,
     dtype: str | None = None,
 ) -> Any:
+    if chunk_size > 4096:
+        raise NotImplementedError("its tiles hold whole chunks")
     call = importlib.import_module("fla.ops.utils").chunk_local_cumsum
     y = shifted(torch, x, shift=shift, reverse=reverse)
     out_dtype = getattr(torch, dtype) if dtype else x.dtype

@@ -54,12 +54,11 @@ def test_every_config_is_exact_for_every_range(rng: Rng, config: dict[str, Any])
         assert_exact(got, loop(*xs, axis=axis), xs[2], axis)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_loads_that_run_ahead_reach_no_exact_tile(rng: Rng, dtype: Any) -> None:
+def test_loads_that_run_ahead_reach_no_exact_tile(rng: Rng) -> None:
     """A card gave NaN here, when what an exact tile needs was read behind the next tile's load."""
     config = LogcumsumexpConfig(block_n=64, block_c=64, block_exact=8, num_warps=2, num_stages=2)
-    x, initial, do, dfinal = arguments(rng, (256, 64), 0, dtype)
-    xs = (jnp.where(jnp.arange(64) % 10 == 0, 60, 1)[None].astype(dtype) * x, initial, do, dfinal)
+    x, initial, do, dfinal = arguments(rng, (256, 64), 0)
+    xs = (jnp.where(jnp.arange(64) % 10 == 0, 60.0, 1.0)[None] * x, initial, do, dfinal)
     got = pulled(KERNEL, axis=0, config=config)(*xs)
     want = pulled("xla", axis=0)(*xs)
     assert_close(got, want, terms=256)

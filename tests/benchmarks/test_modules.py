@@ -21,7 +21,7 @@ from benchmarks.cases import Benchmark
 
 SMALLEST: dict[str, dict[str, Sequence[Any]]] = {
     "tpa_decode": {"batch": (1,), "m": (80,)},
-    "logcumsumexp": {"where": ("few",), "batch": (1,), "dim": (1,), "n": (5,)},
+    "logcumsumexp": {"where": ("last",), "batch": (1,), "dim": (5,), "n": (3,)},
     "lrpe_cosine": {"what": ("act_softmax-dim_-1",), "n": (2,)},
     "chunk_cumsum_decay": {"where": ("b16-d128-packed",), "n": (3,)},
     "md_lrpe_cosine": {"dims": (2,), "prefix": (1,), "n": (1,)},
