@@ -14,7 +14,7 @@ from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.ops.lrpe_cosine import kernel_block
 from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_SEQUENCE
 from pallas_ops.ops.lrpe_cosine.angles import Angles
-from pallas_ops.ops.lrpe_cosine.config import AHEAD, STAGES, choose_walk
+from pallas_ops.ops.lrpe_cosine.config import STAGES, choose_walk
 from pallas_ops.ops.lrpe_cosine.tiles import Plan, place_of, plan_of
 from pallas_ops.ops.lrpe_cosine.walk import Operands
 
@@ -35,7 +35,7 @@ def gradients(
     columns = plan_of(x, theta, positions, **static)
     columns = dataclasses.replace(columns, c=choose_walk(columns.s, columns.act))
     config = dataclasses.replace(columns.c, num_stages=STAGES)
-    plan = dataclasses.replace(columns, c=config, precise=True, ahead=AHEAD)
+    plan = dataclasses.replace(columns, c=config, precise=True)
     view = plan.view(x)
     operands: Operands = (view, plan.view(dout), theta, offset, positions, None, pivot, share)
     mean = None
