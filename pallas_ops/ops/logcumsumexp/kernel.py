@@ -1,8 +1,8 @@
 """How logcumsumexp runs forward: the launchers first, then the kernel bodies.
 
 A tile is summed below one pivot, the largest number met so far, where that loses nothing: no prefix
-lies more than a factor of 2**24 below it. Otherwise it is read again, in smaller tiles, which are
-scanned by pairs of pivot and sum.
+lies more than a factor of 2**24 below it. Otherwise it is read again, in smaller tiles, by pairs of
+pivot and sum: scanned along the last axis, stepped through along another.
 """
 
 from functools import partial
