@@ -110,7 +110,11 @@ class Machine:
                 i = self.program.code[self.group.at]
                 self.guard = self._guard(i)
                 if i.opcode in ("bra", "bra.uni"):
-                    waiting += self._branch(self.program.labels[i.operands[0]])
+                    target, at = self.program.labels[i.operands[0]], self.group.at
+                    waiting += self._branch(target)
+                    if self.group.at <= at:  # round a loop, maybe one that waits for others
+                        waiting.insert(0, self.group)
+                        self.group = waiting.pop()
                 elif i.opcode == "ret":
                     if self.guard is not None:
                         raise MachineError("some threads return alone")

@@ -1,7 +1,7 @@
 """Global memory that tells on those who misuse it."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,14 @@ class Global:
     """Arrays, each too far from the next to be reached from it by mistake."""
 
     def __init__(
-        self, arrays: Sequence[Array], num_inputs: int, traffic: collections.Counter[str] | None
+        self,
+        arrays: Sequence[Array],
+        num_inputs: int,
+        traffic: collections.Counter[str] | None,
+        messages: Collection[int] = (),
     ) -> None:
         self.arrays, self.num_inputs, self.traffic = arrays, num_inputs, traffic
+        self.messages = messages  # arrays in which programs may read what others store
         self.bytes = [_padded(x) for x in arrays]
         self.stored = [np.zeros_like(x) for x in self.bytes]
 
@@ -36,12 +41,14 @@ class Global:
         x = self.arrays[i]
         return self.bytes[i][: x.nbytes].view(x.dtype).reshape(x.shape)
 
-    def load(self, address: Array, mask: Array, dtype: Any, count: int) -> Array:
+    def load(
+        self, address: Array, mask: Array, dtype: Any, count: int, *, volatile: bool = False
+    ) -> Array:
         """[.., count] numbers that lie side by side; anything where the mask is false."""
         if not mask.any():
             return np.zeros((*mask.shape, count), dtype)
         i, row = self._row(address, mask, np.dtype(dtype).itemsize * count, "load")
-        if i >= self.num_inputs:
+        if i >= self.num_inputs and not (volatile and i in self.messages):
             raise MachineError("global load from a result")
         numbers: Array = self.bytes[i].view(dtype).reshape(-1, count).take(row, axis=0)
         return numbers

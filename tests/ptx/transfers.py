@@ -13,7 +13,7 @@ def load_parameter(m: Machine, i: Instruction) -> None:
     m.write(i.operands[0], np.array([[m.pointers[index]]], np.uint64))
 
 
-@instruction(r"ld\.global\.(v[24]\.)?b(8|16|32|64)", guarded=True)
+@instruction(r"ld\.(volatile\.)?global\.(v[24]\.)?b(8|16|32|64)", guarded=True)
 @instruction(r"ld\.shared\.(v[24]\.)?b(16|32|64)", guarded=True)
 def load(m: Machine, i: Instruction) -> None:
     names = vector(i.operands[0])
@@ -22,7 +22,7 @@ def load(m: Machine, i: Instruction) -> None:
     if i.words[1] == "shared":
         values = m.shared.load(*m.here, *where, *what)
     else:
-        values = m.memory.load(*where, *what)
+        values = m.memory.load(*where, *what, volatile="volatile" in i.words)
     if values.itemsize == 1:  # no register is as small
         values = values.astype(np.uint16)
     for k, name in enumerate(names):

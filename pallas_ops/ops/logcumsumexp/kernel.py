@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
-from pallas_ops.core.triton_ext import pipelined, scan
+from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.sums import (
@@ -48,18 +48,15 @@ def forward(
     parts, marks = plan.parts, plan.tiles + 1
     column = None if initial is None else plan.view(initial)
     view = plan.view(x)
-    totals = kernel_parts.totals(plan, view) if parts > 1 else [None, None]
     out, *small = launch(
         partial(_forward_kernel, plan=plan, save=save),
         view,
         column,
-        *totals,
         name="logcumsumexp",
         grid=(plan.column_blocks, parts, plan.s.b),
         in_specs=[
             plan.spec(plan.s.n),
             None if column is None else plan.spec(1),
-            *(None if x is None else plan.spec(parts) for x in totals),
         ],
         out_specs=[plan.spec(plan.s.n), plan.spec(1), *[plan.spec(marks)] * (2 * save)],
         out_shape=[
@@ -67,6 +64,8 @@ def forward(
             *(plan.shape(size) for size in (1, *[marks] * (2 * save))),
         ],
         num_warps=plan.c.num_warps,
+        messages=[plan.message] * (2 * (parts > 1)),
+        message_spec=plan.spec(parts + plan.bands),
     )
     outer, inner = x.shape[:axis], x.shape[axis + 1 :]
     final, *saved = small
@@ -77,30 +76,27 @@ def forward(
 def _forward_kernel(
     x_ref: Ref,  # [N, C] or [C, N]; the others likewise
     initial_ref: Ref | None,  # [1, C]
-    total_p_ref: Ref | None,  # [parts, C], as total_s_ref
-    total_s_ref: Ref | None,
     out_ref: Ref,
     final_ref: Ref,  # [1, C]
-    *mark_refs: Ref,  # [tiles + 1, C]
+    *refs: Ref,  # [tiles + 1, C], if pairs are saved, and messages, if there are parts
     plan: Plan,
     save: bool,
 ) -> None:
     columns, i = Columns(plan, pl.program_id(0)), pl.program_id(1)
     step = kernel_recurrence.forward if plan.c.variant == "recurrence" else _tile
-    first, stop = plan.part(i)
+    mark_refs, words = refs[: 2 * save], refs[2 * save :]
 
     def tile(t: jax.Array, pair: Pair) -> Pair:
-        t = pipelined(t, plan.c.num_stages)
         if save:
             columns.put_pair(mark_refs, t, pair)
         return step(columns, t * plan.c.block_n, pair, x_ref, out_ref, plan.c.block_n)
 
     pair = initial_pair(columns, initial_ref)
-    if total_p_ref is not None:
-        pair = kernel_parts.before(columns, i, (total_p_ref, total_s_ref), pair)
-    pair = lax.fori_loop(first, stop, tile, pair)
+    if words:
+        pair = kernel_parts.before(columns, i, words, x_ref, pair)
+    pair = plan.through(i, tile, pair)
 
-    @pl.when(stop == plan.tiles)
+    @pl.when(i == plan.parts - 1)
     def _() -> None:
         columns.put_row(final_ref, 0, log_of(pair))
         if save:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
-from pallas_ops.core.triton_ext import pipelined, scan
+from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.kernel_recurrence import Refs
@@ -54,40 +54,19 @@ def backward(
     plan = plan_of(x, axis, block_n, config, backward=True, reverse=reverse, clip=clip)
     parts = plan.parts
     arrays = [plan.view(y) for y in (x, do, mark_p, mark_s, dfinal)]
-    sums = _sums(plan, *arrays[:-1]) if parts > 1 else None
     dx, dinitial = launch(
         partial(_backward_kernel, plan=plan),
         *arrays,
-        sums,
         name="logcumsumexp_backward",
         grid=(plan.column_blocks, parts, plan.s.b),
-        in_specs=[*_specs(plan), None if sums is None else plan.spec(parts)],
+        in_specs=[plan.spec(size) for size in (plan.s.n, plan.s.n, *[plan.tiles + 1] * 2, 1)],
         out_specs=[plan.spec(plan.s.n), plan.spec(1)],
         out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)],
         num_warps=plan.c.num_warps,
+        messages=[plan.message] * (parts > 1),
+        message_spec=plan.spec(parts + plan.bands),
     )
     return dx.reshape(x.shape), dinitial.reshape(dfinal.shape)
-
-
-def _specs(plan: Plan) -> list[pl.BlockSpec]:
-    """x, do, mark_p, mark_s, dfinal"""
-    sizes = (plan.s.n, plan.s.n, plan.tiles + 1, plan.tiles + 1, 1)
-    return [plan.spec(size) for size in sizes]
-
-
-def _sums(plan: Plan, *arrays: jax.Array) -> jax.Array:
-    """The gradient of the state before each part, from that part alone."""
-    (sums,) = launch(
-        partial(_sums_kernel, plan=plan),
-        *arrays,
-        name="logcumsumexp_backward_sums",
-        grid=(plan.column_blocks, plan.parts, plan.s.b),
-        in_specs=_specs(plan)[:-1],
-        out_specs=[plan.spec(plan.parts)],
-        out_shape=[plan.shape(plan.parts)],
-        num_warps=plan.c.num_warps,
-    )
-    return sums
 
 
 def _backward_kernel(
@@ -96,34 +75,25 @@ def _backward_kernel(
     mark_p_ref: Ref,  # [tiles + 1, C], as mark_s_ref
     mark_s_ref: Ref,
     dfinal_ref: Ref,  # [1, C]
-    sum_ref: Ref | None,  # [parts, C]
     dx_ref: Ref,
     dinitial_ref: Ref,  # [1, C]
-    *,
+    *words: Ref,  # messages, if there are parts
     plan: Plan,
 ) -> None:
-    columns, i = Columns(plan, pl.program_id(0)), pl.program_id(1)
+    columns, i = Columns(plan, pl.program_id(0)), plan.parts - 1 - pl.program_id(1)
     marks = mark_p_ref, mark_s_ref
-    if sum_ref is None:
-        behind = columns.row(dfinal_ref, 0)
+    if words:
+        nothing = jnp.zeros(columns.column.shape)
+        own = _tiles(columns, i, nothing, marks, (x_ref, do_ref, None))
+        behind = kernel_parts.behind(columns, i, words, marks, own, dfinal_ref)
     else:
-        behind = kernel_parts.behind(columns, i, sum_ref, marks, dfinal_ref)
+        behind = columns.row(dfinal_ref, 0)
     grad = _tiles(columns, i, behind, marks, (x_ref, do_ref, dx_ref))
 
-    @pl.when(plan.part(i)[0] == 0)
+    @pl.when(i == 0)
     def _() -> None:
         _, s = columns.pair(marks, 0)
         columns.put_row(dinitial_ref, 0, jnp.where(s == jnp.inf, jnp.nan, grad))
-
-
-def _sums_kernel(
-    x_ref: Ref, do_ref: Ref, mark_p_ref: Ref, mark_s_ref: Ref, sum_ref: Ref, *, plan: Plan
-) -> None:
-    """One row of `_sums` [parts, C]."""
-    columns, i = Columns(plan, pl.program_id(0)), pl.program_id(1)
-    nothing = jnp.zeros(columns.column.shape)
-    grad = _tiles(columns, i, nothing, (mark_p_ref, mark_s_ref), (x_ref, do_ref, None))
-    columns.put_row(sum_ref, i, grad)
 
 
 def _tiles(
@@ -133,13 +103,11 @@ def _tiles(
     plan = columns.plan
     step = kernel_recurrence.backward if plan.c.variant == "recurrence" else _tile
     size = plan.c.block_n
-    first, stop = plan.part(i)
 
-    def tile(k: jax.Array, behind: jax.Array) -> jax.Array:
-        t = stop - 1 - pipelined(k, plan.c.num_stages)
+    def tile(t: jax.Array, behind: jax.Array) -> jax.Array:
         return step(columns, t * size, columns.pair(marks, t), behind, refs, size)
 
-    grad: jax.Array = lax.fori_loop(0, stop - first, tile, behind)
+    grad: jax.Array = plan.through(i, tile, behind, reverse=True)
     return grad
 
 
