@@ -115,10 +115,17 @@ def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
 
 
 def test_few_programs_sum_a_chunk_in_parts() -> None:
-    for b, n, c, parts in ((1, 131072, 16, 256), (1, 131072, 2048, 16), (8, 4096, 16, 8)):
+    for b, n, c, parts in ((1, 131072, 16, 264), (1, 131072, 2048, 16), (8, 4096, 16, 32)):
         s = Sizes(b=b, n=n, c=c, chunks=1, chunk_size=n, itemsize=2)
         assert choose(s).num_parts == parts
         assert choose(dataclasses.replace(s, chunks=2)).num_parts == 1
+
+
+def test_few_tall_chunks_are_one_tile_each() -> None:
+    s = Sizes(b=1, n=4096, c=16, chunks=4, chunk_size=1000, itemsize=2)
+    few, many = choose(s), choose(dataclasses.replace(s, b=64))
+    assert (few.block_n, few.block_c) == (1024, 1)
+    assert many.block_n < 1000 < many.block_n * 16
 
 
 H200 = [

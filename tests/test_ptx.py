@@ -34,10 +34,12 @@ def program(body: str, num_threads: int = 64) -> ptx.Program:
 }}""")
 
 
-def run(body: str, x: Any, grid: tuple[int, ...] = (1, 1, 1), size: int = 64) -> Any:
+def run(
+    body: str, x: Any, grid: tuple[int, ...] = (1, 1, 1), size: int = 64, **options: Any
+) -> Any:
     """y, as int32, of an x of int32."""
     y, traffic = jax.ShapeDtypeStruct((size,), INT32), collections.Counter[str]()
-    (out,) = ptx.run(program(body), grid, [np.asarray(x, INT32)], [y], traffic)
+    (out,) = ptx.run(program(body), grid, [np.asarray(x, INT32)], [y], traffic, **options)
     return out, traffic
 
 
@@ -80,6 +82,30 @@ $L__BB0_2:
     st.global.b32 [%rd6], {%r3};"""
     out, _ = run(body, [0], grid=(1, 3, 1), size=192)
     np.testing.assert_array_equal(out, np.repeat([5, 7, 5], 64))
+
+
+WAIT = """
+    mov.u32 %r2, %ctaid.x;
+    mov.b32 %r3, 0;
+    setp.eq.b32 %p1, %r2, 0;
+    @%p1 bra $L__BB0_2;
+$L__BB0_1:
+    ld.volatile.global.b32 %r3, [%rd5];
+    setp.eq.b32 %p2, %r3, 0;
+    @%p2 bra $L__BB0_1;
+    add.s64 %rd5, %rd5, 256;
+$L__BB0_2:
+    add.s32 %r3, %r3, 7;
+    st.global.b32 [%rd5], %r3;"""
+
+
+def test_programs_wait_for_what_others_tell() -> None:
+    out, _ = run(WAIT, np.zeros(128), grid=(2, 1, 1), size=128, aliases={0: 0})
+    np.testing.assert_array_equal(out, np.repeat([7, 14], 64))
+    with pytest.raises(ptx.MachineError, match="global load from a result"):
+        run(WAIT, np.zeros(128), grid=(2, 1, 1), size=128)
+    with pytest.raises(ptx.MachineError, match="threads of one program may not see the same"):
+        run("ld.volatile.global.b32 %r3, [%rd2];", np.zeros(64), aliases={0: 0})
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ class Global:
         i, row = self._row(address, mask, np.dtype(dtype).itemsize * count, "load")
         if i >= self.num_inputs and not (volatile and i in self.messages):
             raise MachineError("global load from a result")
+        if volatile and _meet(address, mask):
+            raise MachineError("threads of one program may not see the same message")
         numbers: Array = self.bytes[i].view(dtype).reshape(-1, count).take(row, axis=0)
         return numbers
 
@@ -92,6 +94,12 @@ class Global:
         traffic[f"{what} bytes"] += int(active.sum()) * width
         traffic[f"{what} requests"] += int(active.any(axis=1).sum())
         traffic[f"{what} sectors"] += int(new.sum())
+
+
+def _meet(address: Array, mask: Array) -> bool:
+    """Whether two threads of a program are at one place."""
+    nowhere = -1 - np.arange(mask.shape[1])
+    return bool((np.diff(np.sort(np.where(mask, address, nowhere))) == 0).any())
 
 
 def _padded(x: Array) -> Array:

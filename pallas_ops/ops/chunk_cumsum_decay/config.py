@@ -8,6 +8,7 @@ LINE_BYTES = 256  # of columns side by side: half as many cost a third of the sp
 TILE_BYTES = 4096  # of a warp's tile with columns
 ROW_ELEMENTS = 1024  # of a warp's tile along a last axis
 NARROW = 16  # columns up to which a lane sums its neighbours' numbers, not its own
+TALL = 2048  # positions of a column that is loaded at once
 MAX_WARPS = 4
 LEAST_PARTS = 8  # of a chunk that is all of the axis: fewer do not make up for another pass
 
@@ -71,7 +72,10 @@ def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
     """Whole lines of memory, loads that run ahead, and more warps where the array is small."""
     block_c = min(power_of_two(s.c), LINE_BYTES // s.itemsize)
     most = ROW_ELEMENTS if s.c == 1 else max(64, TILE_BYTES // (block_c * s.itemsize))
-    num_parts = min(2 * num_sms // (s.b * -(-s.c // block_c)), s.n // (4 * most))
+    if s.c > 1 and most < s.chunk_size <= TALL and s.b * s.chunks * s.c <= 4 * num_sms:
+        # Too few programs to hide a load's latency: each column's chunk is loaded at once.
+        return ChunkCumsumDecayConfig(block_n=power_of_two(s.chunk_size), num_warps=MAX_WARPS)
+    num_parts = min(2 * num_sms // (s.b * -(-s.c // block_c)), s.n // most)
     if s.chunks == 1 and num_parts >= LEAST_PARTS:
         part = dataclasses.replace(s, chunk_size=-(-s.n // num_parts), chunks=num_parts)
         return dataclasses.replace(choose(part, num_sms=num_sms), num_parts=num_parts)

@@ -1,7 +1,6 @@
 """How big logcumsumexp's blocks are."""
 
 import dataclasses
-import math
 from typing import Literal
 
 from pallas_ops.core.tiles import power_of_two
@@ -77,20 +76,20 @@ def choose(
     most = ROW_ELEMENTS if s.last else TILE_ELEMENTS
     widest = 8 if s.last else WIDEST // 2 if backward else WIDEST
     block_c = min(power_of_two(s.c), widest, max(1, most // block_n))
-    elements = block_n * block_c
+    narrow = s.c % 4 > 0 or (backward and block_c < 32)  # which takes more registers
+    num_warps = max(1, block_n * block_c * s.itemsize // WARP_BYTES) << (narrow and not s.last)
     blocks, tiles = s.b * -(-s.c // block_c), -(-s.n // block_n)
-    # Each part reads what all others came to: of many parts that would be more than x is.
-    most_parts = min(512, max(128, math.isqrt(s.n // 2)), (16 if s.last else 8) * num_sms // blocks)
+    # Parts wait for each other, so that all run at once; whose registers are 8 warps', or 16.
+    most_parts = min(512, (16 if s.last else 8) * num_sms // (num_warps * blocks))
     each = 1 + (tiles - 1) // max(1, most_parts)
     num_parts = 1 if fills(s, num_sms=num_sms) else -(-tiles // each)
-    narrow = s.c % 4 > 0 or (backward and block_c < 32)  # which takes more registers
     return LogcumsumexpConfig(
         block_n=block_n,
         block_c=block_c,
         block_exact=min(block_n, (256 if backward else 512) // block_c if s.last else 32),
         num_parts=num_parts,
-        num_warps=max(1, elements * s.itemsize // WARP_BYTES) << (narrow and not s.last),
-        num_stages=1 if s.last else 2 if num_parts == 1 else 3,
+        num_warps=num_warps,
+        num_stages=1 if s.last else 2 if num_parts == 1 or backward else 3,
     )
 
 
