@@ -58,6 +58,10 @@ class Sizes:
     last: bool
     itemsize: int
 
+    def small(self, num_sms: int = 132) -> bool:
+        """Whether usual tiles are too few to hide what each waits for."""
+        return not self.last and self.b * self.n * self.c * self.itemsize < 2 * num_sms * WARP_BYTES
+
 
 def choose_block_n(n: int, c: int, *, alone: bool = False) -> int:
     """Positions of a tile, by the length of the axis and the columns beside it (1: the last).
@@ -74,9 +78,9 @@ def choose(
 ) -> LogcumsumexpConfig:
     """The launch for tiles of `block_n` positions."""
     most = ROW_ELEMENTS if s.last else TILE_ELEMENTS
-    widest = 8 if s.last else WIDEST // 2 if backward else WIDEST
+    widest = 8 if s.last else 16 if s.small(num_sms) else WIDEST // 2 if backward else WIDEST
     block_c = min(power_of_two(s.c), widest, max(1, most // block_n))
-    narrow = s.c % 4 > 0 or (backward and block_c < 32)  # which takes more registers
+    narrow = s.c % 4 > 0 or (backward and block_c < 16)  # which takes more registers
     num_warps = max(1, block_n * block_c * s.itemsize // WARP_BYTES) << (narrow and not s.last)
     blocks, tiles = s.b * -(-s.c // block_c), -(-s.n // block_n)
     # Parts wait for each other, so that all run at once; whose registers are 8 warps', or 16.

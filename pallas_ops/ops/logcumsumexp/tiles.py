@@ -145,7 +145,7 @@ def plan_of(
     b, c = (1, outer) if last else (outer, inner)
     s = Sizes(b=b, n=x.shape[axis], c=c, last=last, itemsize=x.dtype.itemsize)
     if config is None:
-        block_n = choose_block_n(s.n, inner, alone=True) if alone else block_n
+        block_n = choose_block_n(s.n, inner, alone=alone and not s.small()) if alone else block_n
         config = choose(s, block_n, backward=backward)
     return Plan(s, config, **statics)
 
