@@ -107,6 +107,20 @@ def test_a_sequence_may_be_split_anywhere(
     assert_exact((*got, *grads), want, do, axis)
 
 
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0)])
+def test_parts_wait_for_their_own_batch_element(rng: Rng, in_axes: Any) -> None:
+    config = LogcumsumexpConfig(block_n=8, block_c=4, block_exact=8, num_parts=5)
+    args = tuple(random_array(rng, (3, *shape)) for shape in ((45, 6), (1, 6)))
+    args = tuple(x if axis == 0 else x[0] for x, axis in zip(args, in_axes, strict=True))
+    cotangents = random_array(rng, (3, 45, 6)), random_array(rng, (3, 1, 6))
+
+    def batched(implementation: Any, **options: Any) -> Any:
+        call = jax.vmap(both(implementation, axis=0, **options), in_axes)
+        return value_and_vjp(call, args, cotangents)
+
+    assert_close(batched(KERNEL, config=config), batched("xla"), terms=45)
+
+
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])
 def test_the_state_broadcasts(rng: Rng, implementation: Any) -> None:
     x = random_array(rng, (2, 20, 3))
