@@ -10,6 +10,7 @@ import pytest
 import pallas_ops
 from pallas_ops import LogcumsumexpConfig
 from tests.logcumsumexp import arguments, assert_exact, both, loop, pulled
+from tests.ptx import launch
 from tests.support import (
     assert_as_good_as_reference,
     assert_close,
@@ -105,6 +106,18 @@ def test_a_sequence_may_be_split_anywhere(
     got, grads = value_and_vjp(parts, (x, initial), (do, dfinal))
     want = loop(x, initial, do, dfinal, axis=axis, reverse=reverse)
     assert_exact((*got, *grads), want, do, axis)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_parts_wait_for_those_that_start_before_them(
+    rng: Rng, reverse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card others may never start: so one at a time, where it is emulated."""
+    monkeypatch.setattr(launch, "AT_ONCE", 1)
+    xs = arguments(rng, (45, 6), 0)
+    config = LogcumsumexpConfig(block_n=8, block_c=4, block_exact=8, num_parts=5)
+    got = pulled(KERNEL, axis=0, reverse=reverse, config=config)(*xs)
+    assert_exact(got, loop(*xs, axis=0, reverse=reverse), xs[2], 0)
 
 
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0)])

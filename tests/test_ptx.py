@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests import ptx
+from tests.ptx import launch
 from tests.ptx.shared import Shared
 
 INT32 = np.dtype(np.int32)
@@ -97,6 +98,15 @@ $L__BB0_1:
 $L__BB0_2:
     add.s32 %r3, %r3, 7;
     st.global.b32 [%rd5], %r3;"""
+
+
+def test_programs_wait_for_those_that_start_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "AT_ONCE", 1)
+    out, _ = run(WAIT, np.zeros(128), grid=(2, 1, 1), size=128, aliases={0: 0})
+    np.testing.assert_array_equal(out, np.repeat([7, 14], 64))
+    last_tells = WAIT.replace("%r2, 0;", "%r2, 1;")
+    with pytest.raises(ptx.MachineError, match="a message that nobody tells"):
+        run(last_tells, np.zeros(128), grid=(2, 1, 1), size=128, aliases={0: 0})
 
 
 def test_programs_wait_for_what_others_tell() -> None:

@@ -16,7 +16,7 @@ from tests.ptx.shared import Shared
 # Imported for the instructions that they define.
 DEFINED = (arithmetic, conversions, tensor_cores, transfers, warps)
 
-_AT_ONCE = 128  # programs
+AT_ONCE = 128  # programs
 
 
 def run(
@@ -58,8 +58,8 @@ def run(
         pointers[i] = pointers[j]
     total = math.prod(grid)
     with np.errstate(all="ignore"):
-        for first in range(0, total, _AT_ONCE):
-            index = np.arange(first, min(total, first + _AT_ONCE))
+        for first in range(0, total, AT_ONCE):
+            index = np.arange(first, min(total, first + AT_ONCE))
             ids = np.unravel_index(index, tuple(reversed(grid)))
             shared = Shared(len(index) if program.shares else 0)
             Machine(program, memory, shared, pointers, dict(zip("zyx", ids, strict=True))).run()

@@ -12,6 +12,7 @@ Array = npt.NDArray[Any]
 SECTOR = 32  # bytes: what memory moves at least
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _APART = 1 << 40
+_PATIENCE = 10_000  # looks for messages while nothing is stored
 
 
 class MachineError(Exception):
@@ -30,6 +31,7 @@ class Global:
     ) -> None:
         self.arrays, self.num_inputs, self.traffic = arrays, num_inputs, traffic
         self.messages = messages  # arrays in which programs may read what others store
+        self.looks = 0
         self.bytes = [_padded(x) for x in arrays]
         self.stored = [np.zeros_like(x) for x in self.bytes]
 
@@ -52,12 +54,16 @@ class Global:
             raise MachineError("global load from a result")
         if volatile and _meet(address, mask):
             raise MachineError("threads of one program may not see the same message")
+        self.looks += volatile
+        if self.looks > _PATIENCE:
+            raise MachineError("a message that nobody tells")
         numbers: Array = self.bytes[i].view(dtype).reshape(-1, count).take(row, axis=0)
         return numbers
 
     def store(self, address: Array, mask: Array, values: Array) -> None:
         if not mask.any():
             return
+        self.looks = 0
         i, row = self._row(address, mask, values.itemsize * values.shape[-1], "store")
         if i < self.num_inputs:
             raise MachineError("global store into an operand")

@@ -69,16 +69,27 @@ class Sizes:
 
 
 def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
-    """Whole lines of memory, loads that run ahead, and more warps where the array is small."""
-    block_c = min(power_of_two(s.c), LINE_BYTES // s.itemsize)
-    most = ROW_ELEMENTS if s.c == 1 else max(64, TILE_BYTES // (block_c * s.itemsize))
-    if s.c > 1 and most < s.chunk_size <= TALL and s.b * s.chunks * s.c <= 4 * num_sms:
+    """In parts where one chunk is all of the axis; of few columns, a tall chunk is one tile."""
+    block_c, most = _usual(s)
+    if 1 < s.c <= NARROW and most < s.chunk_size <= TALL and s.b * s.chunks * s.c <= 4 * num_sms:
         # Too few programs to hide a load's latency: each column's chunk is loaded at once.
         return ChunkCumsumDecayConfig(block_n=power_of_two(s.chunk_size), num_warps=MAX_WARPS)
-    num_parts = min(2 * num_sms // (s.b * -(-s.c // block_c)), s.n // most)
-    if s.chunks == 1 and num_parts >= LEAST_PARTS:
-        part = dataclasses.replace(s, chunk_size=-(-s.n // num_parts), chunks=num_parts)
-        return dataclasses.replace(choose(part, num_sms=num_sms), num_parts=num_parts)
+    num_parts = min(2 * num_sms // (s.b * -(-s.c // block_c)), -(-s.n // most))
+    if s.chunks > 1 or num_parts < LEAST_PARTS:
+        return _choose_tiles(s, num_sms)
+    part = dataclasses.replace(s, chunk_size=-(-s.n // num_parts), chunks=num_parts)
+    return dataclasses.replace(_choose_tiles(part, num_sms), num_parts=num_parts)
+
+
+def _usual(s: Sizes) -> tuple[int, int]:
+    """Columns of a tile, and positions of a warp's."""
+    block_c = min(power_of_two(s.c), LINE_BYTES // s.itemsize)
+    return block_c, ROW_ELEMENTS if s.c == 1 else max(64, TILE_BYTES // (block_c * s.itemsize))
+
+
+def _choose_tiles(s: Sizes, num_sms: int) -> ChunkCumsumDecayConfig:
+    """Whole lines of memory, loads that run ahead, and more warps where the array is small."""
+    block_c, most = _usual(s)
     block_n = min(power_of_two(s.chunk_size), MAX_WARPS * most if s.c == 1 else most)
     if s.c > NARROW and block_n == 64:
         block_n = min(

@@ -2,7 +2,7 @@
 
 Each program sums its part on its own, tells what that came to, and waits for what all before it
 told; going backward, all behind it. Then it goes through its part again, which is in the cache. The
-last of a band of parts tells what the band came to: of p parts nobody reads more than 2 sqrt(p).
+last of a band of parts to start tells what the band came to: of p parts each reads some 2 sqrt(p).
 """
 
 from typing import Any
