@@ -64,8 +64,7 @@ def forward(
             *(plan.shape(size) for size in (1, *[marks] * (2 * save))),
         ],
         num_warps=plan.c.num_warps,
-        messages=[plan.message] * (2 * (parts > 1)),
-        message_spec=plan.spec(parts + plan.bands),
+        **kernel_parts.messages(plan, 2),
     )
     outer, inner = x.shape[:axis], x.shape[axis + 1 :]
     final, *saved = small

@@ -63,8 +63,7 @@ def backward(
         out_specs=[plan.spec(plan.s.n), plan.spec(1)],
         out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)],
         num_warps=plan.c.num_warps,
-        messages=[plan.message] * (parts > 1),
-        message_spec=plan.spec(parts + plan.bands),
+        **kernel_parts.messages(plan, 1),
     )
     return dx.reshape(x.shape), dinitial.reshape(dfinal.shape)
 

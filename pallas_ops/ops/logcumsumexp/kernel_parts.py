@@ -5,6 +5,7 @@ told; going backward, all behind it. Then it goes through its part again, which 
 last of a band of parts to start tells what the band came to: of p parts each reads some 2 sqrt(p).
 """
 
+import math
 from typing import Any
 
 import jax
@@ -15,11 +16,35 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.messages import tell, told
-from pallas_ops.core.tiles import Ref
+from pallas_ops.core.tiles import Ref, power_of_two, span
 from pallas_ops.ops.logcumsumexp.sums import add_pairs, joined, log_scale, total_of
 from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Plan, Tile
 
 NOTHING = -HUGE, 0.0  # as a pair
+
+
+def messages(plan: Plan, words: int) -> dict[str, Any]:
+    """To launch with, where there are parts: `words` for every part and every band."""
+    if plan.parts == 1:
+        return {}
+    rows = plan.parts + _bands(plan)
+    word = jax.ShapeDtypeStruct(plan.shape(rows).shape, jnp.int32)
+    return {"messages": [word] * words, "message_spec": plan.spec(rows)}
+
+
+def _size(plan: Plan) -> int:
+    """Parts of a band: about as many as there are bands."""
+    return power_of_two(math.isqrt(plan.parts))
+
+
+def _bands(plan: Plan) -> int:
+    return pl.cdiv(plan.parts, _size(plan))
+
+
+def _rows(plan: Plan, count: int) -> jax.Array:
+    """[k, 1], at least `count` of them, and enough for all threads to have a column's."""
+    least = plan.c.num_warps * 32 // plan.c.block_c
+    return span(power_of_two(max(count, least)))[:, None]
 
 
 def before(
@@ -32,25 +57,25 @@ def before(
     put(columns, words, i, own)
 
     def sum_of(first: Any, count: int, stop: jax.Array) -> Pair:
-        rows = first + columns.rows(count)
+        rows = first + _rows(plan, count)
         p, s = told(words, columns.index(rows), columns.inside[None] & (rows < stop), NOTHING)
         return joined((p, s))
 
-    siblings = sum_of(first, plan.band, i)
+    siblings = sum_of(first, _size(plan), i)
 
-    @pl.when(i == first + plan.band - 1)
+    @pl.when(i == first + _size(plan) - 1)
     def _() -> None:
         put(columns, words, plan.parts + band, add_pairs(siblings, own, exp2=exp2))
 
-    bands = sum_of(plan.parts, plan.bands, plan.parts + band)
+    bands = sum_of(plan.parts, _bands(plan), plan.parts + band)
     result: Pair = add_pairs(add_pairs(initial, bands, exp2=exp2), siblings, exp2=exp2)
     return result
 
 
 def _band(plan: Plan, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The i-th part's band, and its first part."""
-    band = lax.div(i, jnp.full_like(i, plan.band))
-    return band, band * plan.band
+    band = lax.div(i, jnp.full_like(i, _size(plan)))
+    return band, band * _size(plan)
 
 
 def _total(columns: Columns, i: jax.Array, x_ref: Ref) -> Pair:
@@ -100,16 +125,16 @@ def behind(
         (grads,) = told(words, columns.index(row), mask, (0.0,))
         return jnp.where(mask, fade * grads, 0.0).sum(axis=0)
 
-    row = first + columns.rows(plan.band)
-    grad = sum_of(row, row, (row > i) & (row < first + plan.band) & (row < plan.parts))
+    row = first + _rows(plan, _size(plan))
+    grad = sum_of(row, row, (row > i) & (row < first + _size(plan)) & (row < plan.parts))
 
     @pl.when((i == first) & (band > 0))
     def _() -> None:
         fade = _fade(columns, marks, i, jnp.broadcast_to(i + 1, (1, 1)))[0]
         put(columns, words, plan.parts + band, (own + fade * grad,))
 
-    row = columns.rows(plan.bands)
-    grad += sum_of(plan.parts + row, row * plan.band, (row > band) & (row < plan.bands))
+    row = _rows(plan, _bands(plan))
+    grad += sum_of(plan.parts + row, row * _size(plan), (row > band) & (row < _bands(plan)))
     last = _fade(columns, marks, i + 1, jnp.full((1, 1), plan.parts))[0]
     return grad + last * columns.row(dfinal_ref, 0)
 

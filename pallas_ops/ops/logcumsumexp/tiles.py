@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import fastmath, launch
-from pallas_ops.core.tiles import Ref, power_of_two, span
+from pallas_ops.core.tiles import Ref, span
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.logcumsumexp.config import (
     LogcumsumexpConfig,
@@ -76,20 +76,6 @@ class Plan:
             return step(stop - 1 - k if reverse else first + k, carry)
 
         return lax.fori_loop(0, stop - first, one, carry)
-
-    @property
-    def band(self) -> int:
-        """Parts of a band: about as many as there are bands."""
-        return power_of_two(math.isqrt(self.parts))
-
-    @property
-    def bands(self) -> int:
-        return pl.cdiv(self.parts, self.band)
-
-    @property
-    def message(self) -> jax.ShapeDtypeStruct:
-        """A word for every part and every band."""
-        return jax.ShapeDtypeStruct(self.shape(self.parts + self.bands).shape, jnp.int32)
 
     @property
     def block_exact(self) -> int:
@@ -167,11 +153,6 @@ class Columns:
         """The index of positions [n, 1] in all columns."""
         column = self.column[None]
         return (column, positions) if self.plan.s.last else (positions, column)
-
-    def rows(self, count: int) -> jax.Array:
-        """[k, 1], at least `count` of them, and enough for all threads to have a column's."""
-        least = self.plan.c.num_warps * 32 // self.plan.c.block_c
-        return span(power_of_two(max(count, least)))[:, None]
 
     def row(self, ref: Ref, position: jax.Array | int, other: float = 0.0) -> jax.Array:
         """[columns] at one position of a view that is not of x."""
