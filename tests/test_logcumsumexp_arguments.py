@@ -11,7 +11,7 @@ import pytest
 import pallas_ops
 from pallas_ops import LogcumsumexpConfig
 from pallas_ops.core.checks import LONGEST
-from pallas_ops.ops.logcumsumexp.config import Sizes, choose, choose_block_n
+from pallas_ops.ops.logcumsumexp.config import STEPS, Sizes, choose, choose_block_n
 from pallas_ops.ops.logcumsumexp.tiles import Plan
 from tests import h200
 from tests.logcumsumexp import loop, pulled
@@ -108,13 +108,15 @@ def test_config_refuses(change: dict[str, Any], message: str) -> None:
 # Config
 
 
-def test_parts_of_a_long_axis_are_counted_in_32_bits() -> None:
-    s = Sizes(b=1, n=LONGEST - 64, c=64, last=False, itemsize=2)
-    plan = Plan(s, choose(s, choose_block_n(s.n, s.c)), reverse=False, clip=None)
+@pytest.mark.parametrize(("n", "uneven"), [(LONGEST - 64, 1), (2**30 - 1, 0)])
+def test_parts_of_a_long_axis_are_counted_in_32_bits(n: int, uneven: int) -> None:
+    s = Sizes(b=1, n=n, c=64, last=False, itemsize=2)
+    plan = Plan(s, choose(s, choose_block_n(s)), reverse=False, clip=None)
     starts = np.asarray([plan.start(jnp.int32(i)) for i in range(plan.parts + 1)])
     assert plan.parts > 100
     assert (starts[0], starts[-1]) == (0, plan.tiles)
-    assert np.ptp(np.diff(starts)) == 1
+    assert np.ptp(np.diff(starts[: uneven - 1 or None])) == uneven
+    assert plan.covered < 2**31
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -122,11 +124,13 @@ def test_parts_of_a_long_axis_are_counted_in_32_bits() -> None:
 @pytest.mark.parametrize("c", [1, 2, 64, 2048, 10**6])
 def test_choice_fills_the_card_without_idle_parts(n: int, c: int, last: bool) -> None:
     s = Sizes(b=1, n=n, c=c, last=last, itemsize=2)
-    block_n = choose_block_n(n, 1 if last else c)
+    block_n = choose_block_n(s)
     config = choose(s, block_n)
+    plan = Plan(s, config, reverse=False, clip=None)
+    stretches = plan.stretches if block_n <= STEPS and config.num_parts > 1 else 1
     tiles, blocks = -(-n // block_n), -(-c // config.block_c)
-    assert config.num_parts <= tiles
-    assert config.num_parts * blocks >= min(132, tiles * blocks)
+    assert config.num_parts == plan.parts <= tiles
+    assert config.num_parts * blocks >= min(132, tiles // stretches * blocks) or n <= 128
     assert config.block_n * config.block_c <= 8192
 
 

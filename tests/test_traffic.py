@@ -52,9 +52,8 @@ def attend(bk: jax.Array, aq: jax.Array, ak: jax.Array, av: jax.Array, *rest: ja
 def scan(saves: bool, last: bool) -> Callable[..., jax.Array]:
     """With the launch of [12, 32768, 2048], forward alone or to go backward."""
     rows, columns = (12, 2048) if not last else (1, 12 * 2048)
-    block_n = logcumsumexp.choose_block_n(32768, 1 if last else columns, alone=not saves)
     sizes = logcumsumexp.Sizes(b=rows, n=32768, c=columns, last=last, itemsize=2)
-    config = logcumsumexp.choose(sizes, block_n)
+    config = logcumsumexp.choose(sizes, logcumsumexp.choose_block_n(sizes, alone=not saves))
     return partial(pallas_ops.logcumsumexp, axis=1, implementation=KERNEL, config=config)
 
 

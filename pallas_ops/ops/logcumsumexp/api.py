@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_ops.core import checks, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.ops.logcumsumexp import reference, vjp
-from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, choose_block_n
+from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Sizes, choose_block_n
 
 
 def logcumsumexp(
@@ -123,7 +123,9 @@ def _check(
         axis=axis,
         reverse=reverse,
         clip=clip,
-        block_n=config.block_n if config else choose_block_n(shape[axis], columns),
+        block_n=config.block_n
+        if config
+        else choose_block_n(Sizes.of(shape, axis, jnp.dtype(dtype).itemsize)),
         implementation=checks.kernel_or_reference(implementation, dtype, sizes),
         config=config,
     )

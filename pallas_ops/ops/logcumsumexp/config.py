@@ -1,6 +1,7 @@
 """How big logcumsumexp's blocks are."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from pallas_ops.core.tiles import power_of_two
@@ -8,6 +9,7 @@ from pallas_ops.core.tiles import power_of_two
 ROW_ELEMENTS = 1024  # of a tile along the last axis
 TILE_ELEMENTS = 8192  # of a tile along another
 WARP_BYTES = 4096  # of a tile, for each warp
+STEPS = 16  # of a lane through a tile, where parts of the axis have a program each
 WIDEST = 64  # columns: 128 bytes of memory side by side
 
 
@@ -16,11 +18,12 @@ class LogcumsumexpConfig:
     """Launch choices, forward and backward.
 
     A program goes through one of `num_parts` parts of the axis, `block_n` positions at a time, in
-    `block_c` columns (rows, when the axis is the last). The variant `parallel` (the seeds' ptr)
-    holds them as a tile and scans it; `recurrence` (rtr) steps through them, every column in a lane
-    of its own. Where a tile's range is too wide for one pivot, it is done again exactly,
-    `block_exact` positions at a time. Going backward, what was remembered of the forward pass is
-    a pair of float32 for every `block_n` positions.
+    `block_c` columns (rows, when the axis is the last). In parts along another axis than the last,
+    with up to 16 positions at a time, each lane goes through a stretch of its own. Else the variant
+    `parallel` (the seeds' ptr) holds them as a tile and scans it; `recurrence` (rtr) steps through
+    them, every column in a lane of its own. Where a tile's range is too wide for one pivot, it is
+    done again exactly, `block_exact` positions at a time. Going backward, what was remembered of
+    the forward pass is a pair of float32 for every `block_n` positions.
     """
 
     variant: Literal["parallel", "recurrence"] = "parallel"
@@ -58,25 +61,39 @@ class Sizes:
     last: bool
     itemsize: int
 
+    @classmethod
+    def of(cls, shape: tuple[int, ...], axis: int, itemsize: int) -> "Sizes":
+        """Of an array, along one axis."""
+        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        last = inner == 1
+        b, c = (1, outer) if last else (outer, inner)
+        return cls(b=b, n=shape[axis], c=c, last=last, itemsize=itemsize)
+
     def small(self, num_sms: int = 132) -> bool:
         """Whether usual tiles are too few to hide what each waits for."""
         return not self.last and self.b * self.n * self.c * self.itemsize < 2 * num_sms * WARP_BYTES
 
 
-def choose_block_n(n: int, c: int, *, alone: bool = False) -> int:
-    """Positions of a tile, by the length of the axis and the columns beside it (1: the last).
+def choose_block_n(s: Sizes, *, alone: bool = False) -> int:
+    """Positions of a tile.
 
     The forward pass alone has twice as many as where a backward pass, which has registers for half,
     needs what it remembers of each tile.
     """
-    most = ROW_ELEMENTS if c == 1 else TILE_ELEMENTS if alone else TILE_ELEMENTS // 2
-    return min(power_of_two(n), most // min(power_of_two(c), WIDEST))
+    if s.last:
+        return min(power_of_two(s.n), ROW_ELEMENTS)
+    if not fills(s):
+        return min(power_of_two(s.n), STEPS // 2 if s.c % 4 else STEPS)
+    most = TILE_ELEMENTS if alone else TILE_ELEMENTS // 2
+    return min(power_of_two(s.n), most // min(power_of_two(s.c), WIDEST))
 
 
 def choose(
     s: Sizes, block_n: int, *, backward: bool = False, num_sms: int = 132
 ) -> LogcumsumexpConfig:
     """The launch for tiles of `block_n` positions."""
+    if not s.last and not fills(s, num_sms=num_sms) and block_n <= STEPS:
+        return _choose_parts(s, block_n, num_sms=num_sms)
     most = ROW_ELEMENTS if s.last else TILE_ELEMENTS
     widest = 8 if s.last else 16 if s.small(num_sms) else WIDEST // 2 if backward else WIDEST
     block_c = min(power_of_two(s.c), widest, max(1, most // block_n))
@@ -94,6 +111,21 @@ def choose(
         num_parts=num_parts,
         num_warps=num_warps,
         num_stages=1 if s.last else 2 if num_parts == 1 or backward else 3,
+    )
+
+
+def _choose_parts(s: Sizes, block_n: int, *, num_sms: int) -> LogcumsumexpConfig:
+    """Parts of the axis, whose lanes step through stretches: as many as run at once."""
+    small = s.small(num_sms)
+    block_c, num_warps = min(power_of_two(s.c), 16 if small else WIDEST), 1 if small else 8
+    stretches, blocks = num_warps * 64 // block_c, s.b * -(-s.c // block_c)
+    tiles, most_parts = -(-s.n // block_n), max(1, (512 if small else 256) // blocks)
+    each = -(-tiles // (most_parts * stretches))
+    return LogcumsumexpConfig(
+        block_n=block_n,
+        block_c=block_c,
+        num_parts=-(-tiles // (each * stretches)),
+        num_warps=num_warps,
     )
 
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence
+from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence, kernel_stretches
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.sums import (
     add_pairs,
@@ -77,13 +77,13 @@ def _forward_kernel(
     initial_ref: Ref | None,  # [1, C]
     out_ref: Ref,
     final_ref: Ref,  # [1, C]
-    *refs: Ref,  # [tiles + 1, C], if pairs are saved, and messages, if there are parts
+    *other_refs: Ref,  # [tiles + 1, C], if pairs are saved, and messages, if there are parts
     plan: Plan,
     save: bool,
 ) -> None:
     columns, i = Columns(plan, pl.program_id(0)), pl.program_id(1)
     step = kernel_recurrence.forward if plan.c.variant == "recurrence" else _tile
-    mark_refs, words = refs[: 2 * save], refs[2 * save :]
+    mark_refs, words = other_refs[: 2 * save], other_refs[2 * save :]
 
     def tile(t: jax.Array, pair: Pair) -> Pair:
         if save:
@@ -91,9 +91,15 @@ def _forward_kernel(
         return step(columns, t * plan.c.block_n, pair, x_ref, out_ref, plan.c.block_n)
 
     pair = initial_pair(columns, initial_ref)
-    if words:
-        pair = kernel_parts.before(columns, i, words, x_ref, pair)
-    pair = plan.through(i, tile, pair)
+    if plan.stepped:
+        refs = x_ref, out_ref
+        pair = kernel_stretches.forward(columns, i, words, pair, refs, mark_refs)
+    else:
+        if words:
+            own = kernel_parts.total(columns, i, x_ref)
+            kernel_parts.put(columns, words, i, own)
+            pair = kernel_parts.before(columns, i, words, own, pair)
+        pair = plan.through(i, tile, pair)
 
     @pl.when(i == plan.parts - 1)
     def _() -> None:

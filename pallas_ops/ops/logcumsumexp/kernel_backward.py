@@ -17,7 +17,7 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence
+from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence, kernel_stretches
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.kernel_recurrence import Refs
 from pallas_ops.ops.logcumsumexp.sums import (
@@ -81,13 +81,17 @@ def _backward_kernel(
 ) -> None:
     columns, i = Columns(plan, pl.program_id(0)), plan.parts - 1 - pl.program_id(1)
     marks = mark_p_ref, mark_s_ref
-    if words:
-        nothing = jnp.zeros(columns.column.shape)
-        own = _tiles(columns, i, nothing, marks, (x_ref, do_ref, None))
-        behind = kernel_parts.behind(columns, i, words, marks, own, dfinal_ref)
+    refs = x_ref, do_ref, dx_ref
+    if plan.stepped:
+        grad = kernel_stretches.backward(columns, i, words, marks, dfinal_ref, refs)
     else:
         behind = columns.row(dfinal_ref, 0)
-    grad = _tiles(columns, i, behind, marks, (x_ref, do_ref, dx_ref))
+        if words:
+            nothing = jnp.zeros_like(behind)
+            own = _tiles(columns, i, nothing, marks, (x_ref, do_ref, None))
+            kernel_parts.put(columns, words, i, (own,))
+            behind = kernel_parts.behind(columns, i, words, marks, own, dfinal_ref)
+        grad = _tiles(columns, i, behind, marks, refs)
 
     @pl.when(i == 0)
     def _() -> None:

@@ -48,13 +48,11 @@ def _rows(plan: Plan, count: int) -> jax.Array:
 
 
 def before(
-    columns: Columns, i: jax.Array, words: tuple[Ref, Ref], x_ref: Ref, initial: Pair
+    columns: Columns, i: jax.Array, words: tuple[Ref, ...], own: Pair, initial: Pair
 ) -> Pair:
-    """The log-sum-exp of the parts before the i-th, and of what was before them all."""
+    """The log-sum-exp of the parts before the i-th, which told its `own`, and of all before."""
     plan = columns.plan
     band, first = _band(plan, i)
-    own = _total(columns, i, x_ref)
-    put(columns, words, i, own)
 
     def sum_of(first: Any, count: int, stop: jax.Array) -> Pair:
         rows = first + _rows(plan, count)
@@ -78,7 +76,7 @@ def _band(plan: Plan, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     return band, band * _size(plan)
 
 
-def _total(columns: Columns, i: jax.Array, x_ref: Ref) -> Pair:
+def total(columns: Columns, i: jax.Array, x_ref: Ref) -> Pair:
     """The log-sum-exp of the i-th part; lanes sum on their own, and join at the end."""
     size = columns.plan.c.block_n
 
@@ -104,19 +102,18 @@ def put(
 def behind(
     columns: Columns,
     i: jax.Array,
-    words: tuple[Ref],
+    words: tuple[Ref, ...],
     marks: tuple[Ref, Ref],
     own: jax.Array,
     dfinal_ref: Ref,
 ) -> jax.Array:
     """The gradient of the state after the i-th part.
 
-    `own` [columns] is the gradient of the state before it, from the part alone. One fades by
-    exp(o_j - o_k) on its way from before part k to before part j.
+    `own` [columns], which it told, is the gradient of the state before it, from the part alone. One
+    fades by exp(o_j - o_k) on its way from before part k to before part j.
     """
     plan = columns.plan
     band, first = _band(plan, i)
-    put(columns, words, i, (own,))
 
     def sum_of(row: Any, part: jax.Array, there: jax.Array) -> jax.Array:
         """Of rows [k, 1], each the gradient of the state before a part."""
@@ -146,5 +143,11 @@ def _fade(columns: Columns, marks: tuple[Ref, Ref], to: jax.Array, part: jax.Arr
     index = columns.index(plan.start(part))
     mask = jnp.broadcast_to(columns.inside[None], jnp.broadcast_shapes(part.shape, s.shape))
     q, t = (plgpu.load(ref.at[index], mask=mask, other=1.0) for ref in marks)
+    return fade((p, s), (q, t))
+
+
+def fade(to: Pair, since: Pair) -> jax.Array:
+    """exp(o - o') of what was before two positions, o' the later one."""
+    (p, s), (q, t) = to, since
     fade = exp2((p - q) * LOG2E + (log_scale(s) - log_scale(t)))
     return jnp.where((s == 0) | ((s == jnp.inf) & (t == jnp.inf)), 0.0, fade)

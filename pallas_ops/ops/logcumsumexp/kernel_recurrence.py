@@ -35,7 +35,7 @@ def forward(
     xs = [row.load_x(x_ref) for row in rows]
     pair, after = _stretches(xs, before)
     for row, x in zip(rows, xs, strict=True):
-        pair, _, _ = _step(pair, x)
+        pair, _, _ = advance(pair, x)
         row.store(out_ref, log_of(pair))
     if len(rows) == size:
         return pair[0].reshape(-1), pair[1].reshape(-1)
@@ -57,21 +57,19 @@ def backward(
     pair, _ = _stretches(xs, before)
     weights, kept = [], []  # exp(x_i - o_i), exp(o_{i-1} - o_i)
     for x in xs:
-        s = pair[1]
-        pair, fade, e = _step(pair, x)
-        share = inverse(pair[1])
-        weights.append(e * share)
-        kept.append(jnp.where(s == jnp.inf, 1.0, fade * s) * share)
+        pair, fade, weight = keep(pair, x)
+        kept.append(fade)
+        weights.append(weight)
     factor, own = jnp.ones_like(pair[1]), jnp.zeros_like(pair[1])
-    for keep, do in zip(reversed(kept), reversed(dos), strict=True):
-        factor, own = keep * factor, keep * (own + do)
+    for fade, do in zip(reversed(kept), reversed(dos), strict=True):
+        factor, own = fade * factor, fade * (own + do)
     one, zero = jnp.ones_like(own), jnp.zeros_like(own)
     own_factor, add, factor, own = scan(exclusive_map, (one, zero, factor, own), reverse=True)
     grad = own_factor * behind[None] + add
-    for row, weight, keep, do in reversed(list(zip(rows, weights, kept, dos, strict=True))):
+    for row, weight, fade, do in reversed(list(zip(rows, weights, kept, dos, strict=True))):
         grad = grad + do
         row.store_dx(dx_ref, x_ref, weight * grad)
-        grad = keep * grad
+        grad = fade * grad
     return at(factor, 0) * behind + at(own, 0)
 
 
@@ -94,9 +92,16 @@ def _stretches(xs: list[jax.Array], before: Pair) -> tuple[Pair, Pair]:
     return start, after
 
 
-def _step(pair: Pair, x: jax.Array) -> tuple[Pair, jax.Array, jax.Array]:
+def advance(pair: Pair, x: jax.Array) -> tuple[Pair, jax.Array, jax.Array]:
     """The pair with x in it, and what the old sum and x were multiplied by."""
     pivot = jnp.maximum(pair[0], finite(x))
     fade = exp2((pair[0] - pivot) * LOG2E)
     e = exp2((x - pivot) * LOG2E)
     return (pivot, pair[1] * fade + e), fade, e
+
+
+def keep(pair: Pair, x: jax.Array) -> tuple[Pair, jax.Array, jax.Array]:
+    """The pair with x in it, exp(o_before - o) and exp(x - o)."""
+    after, fade, e = advance(pair, x)
+    share = inverse(after[1])
+    return after, jnp.where(pair[1] == jnp.inf, 1.0, fade * pair[1]) * share, e * share

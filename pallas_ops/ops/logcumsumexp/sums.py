@@ -119,15 +119,15 @@ def too_wide(
         x = tile.load_x(x_ref)
         smallest = -largest(jnp.where(x == -jnp.inf, -jnp.inf, -x))
         floor = jnp.minimum(smallest, jnp.where(before[1] == 0, jnp.inf, before[0]))
-        return _any(~(pivot - floor <= SAFE))
+        return any_of(~(pivot - floor <= SAFE))
 
     lead = Tile(columns, first, 1).load_x(x_ref).reshape(-1)
-    suspect = _any(~(pivot - jnp.maximum(lead, before[0]) <= SAFE))
+    suspect = any_of(~(pivot - jnp.maximum(lead, before[0]) <= SAFE))
     wide: jax.Array = lax.cond(suspect, rarely, lambda: suspect)
     return wide
 
 
-def _any(x: jax.Array) -> jax.Array:
+def any_of(x: jax.Array) -> jax.Array:
     return jnp.where(x, 1, 0).max() > 0
 
 

@@ -7,7 +7,6 @@ between lanes.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import fastmath, launch
-from pallas_ops.core.tiles import Ref, span
+from pallas_ops.core.tiles import Ref, both, span
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.logcumsumexp.config import (
+    STEPS,
     LogcumsumexpConfig,
     Sizes,
     choose,
@@ -50,8 +50,28 @@ class Plan:
         return pl.cdiv(self.s.c, self.c.block_c)
 
     @property
+    def stepped(self) -> bool:
+        """Whether each lane steps through a stretch of a part."""
+        if self.s.last or self.s.n >= 2**30 or self.c.variant != "parallel":
+            return False
+        return self.c.num_parts > 1 and self.tiles > self.stretches and self.c.block_n <= STEPS
+
+    @property
+    def each(self) -> int:
+        """Tiles of such a stretch."""
+        return pl.cdiv(self.tiles, self.stretches * self.c.num_parts)
+
+    @property
     def parts(self) -> int:
+        if self.stepped:
+            return pl.cdiv(self.tiles, self.stretches * self.each)
         return min(self.c.num_parts, self.tiles)
+
+    @property
+    def covered(self) -> int:
+        """Positions of all programs."""
+        share = self.stretches * self.each if self.stepped else 1
+        return -(-self.tiles // share) * share * self.c.block_n
 
     def part(self, i: jax.Array) -> tuple[Any, Any]:
         """The first tile of the i-th part, and one past its last."""
@@ -61,6 +81,8 @@ class Plan:
 
     def start(self, i: Any) -> Any:
         """The tiles before the i-th part, of 32 bits on the way too."""
+        if self.stepped:
+            return jnp.minimum(i * (self.stretches * self.each), self.tiles)
         return i * (self.tiles // self.parts) + jnp.minimum(i, self.tiles % self.parts)
 
     def through(
@@ -100,8 +122,7 @@ class Plan:
 
     def view(self, x: jax.Array) -> jax.Array:
         """[..., k, ...] as [b, k, c], or [rows, k] where the axis is the last."""
-        s = self.s
-        return x.reshape(s.c, -1) if s.last else x.reshape(s.b, -1, s.c)
+        return x.reshape(self.s.c, -1) if self.s.last else x.reshape(self.s.b, -1, self.s.c)
 
     def spec(self, size: int) -> pl.BlockSpec:
         """All of a view with `size` positions, but its batch axis, which is the grid's last."""
@@ -126,12 +147,9 @@ def plan_of(
     **statics: Any,
 ) -> Plan:
     """How to run along one axis of x, with tiles of `block_n` if they are remembered."""
-    outer, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
-    last = inner == 1
-    b, c = (1, outer) if last else (outer, inner)
-    s = Sizes(b=b, n=x.shape[axis], c=c, last=last, itemsize=x.dtype.itemsize)
+    s = Sizes.of(x.shape, axis, x.dtype.itemsize)
     if config is None:
-        block_n = choose_block_n(s.n, inner, alone=alone and not s.small()) if alone else block_n
+        block_n = choose_block_n(s, alone=True) if alone else block_n
         config = choose(s, block_n, backward=backward)
     return Plan(s, config, **statics)
 
@@ -198,11 +216,12 @@ class Tile:
         if launch.is_interpreted():  # which writes back what is masked, so not into what is not
             stored = jnp.where(position < plan.s.n, stored, position)
         self.index = (column, stored) if plan.s.last else (stored, column)
-        self.mask = _both(
-            position < plan.s.n if plan.s.n % plan.c.block_n else None,
+        masks = (
+            position < plan.s.n if plan.s.n != plan.covered else None,
             inside if plan.s.c % plan.c.block_c else None,
-            jnp.broadcast_shapes(position.shape, column.shape),
         )
+        shape = jnp.broadcast_shapes(position.shape, column.shape)
+        self.mask = both(*(None if x is None else jnp.broadcast_to(x, shape) for x in masks))
 
     def load(self, ref: Ref, other: float = 0.0) -> jax.Array:
         """The tile in float32, `other` where there is none."""
@@ -213,9 +232,10 @@ class Tile:
     def load_x(self, ref: Ref) -> jax.Array:
         """The same of x: -inf where there is none, else clipped."""
         x = self.load(ref, -jnp.inf)
-        if self.plan.clip is None:
+        clip = self.plan.clip
+        if clip is None:
             return x
-        x = clamp(x, self.plan.clip)
+        x = jnp.where(x > clip, clip, jnp.where(x < -clip, -clip, x))  # NaN stays
         return x if self.mask is None else jnp.where(self.mask, x, -jnp.inf)
 
     def store_dx(self, ref: Ref | None, x_ref: Ref, dx: jax.Array) -> None:
@@ -228,17 +248,3 @@ class Tile:
 
     def store(self, ref: Ref, value: jax.Array) -> None:
         plgpu.store(ref.at[self.index], value.astype(ref.dtype), mask=self.mask)
-
-
-def _both(a: jax.Array | None, b: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
-    if a is None and b is None:
-        return None
-    masks = [jnp.broadcast_to(x, shape) for x in (a, b) if x is not None]
-    return masks[0] if len(masks) == 1 else masks[0] & masks[1]
-
-
-def clamp(x: jax.Array, limit: float | None) -> jax.Array:
-    """x in [-limit, limit]; NaN stays, which the card's own minimum drops."""
-    if limit is None:
-        return x
-    return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
