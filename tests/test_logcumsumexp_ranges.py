@@ -24,6 +24,8 @@ CONFIGS = [
     case(axis=0, block_n=32, block_c=4, block_exact=8),
     case(axis=0, block_n=8, block_c=2, block_exact=8, num_parts=4, num_warps=2),
     case(axis=0, block_n=4, block_c=64, block_exact=4, num_parts=9),  # in bands
+    case(axis=0, block_n=2, block_c=8, num_parts=2),  # lanes of several tiles
+    case(axis=0, block_n=32, block_c=4, block_exact=8, num_parts=2),
     case(axis=0, variant="recurrence", block_n=4, block_c=4),
     case(axis=1, variant="recurrence", block_n=2, block_c=2, num_parts=3),
 ]
