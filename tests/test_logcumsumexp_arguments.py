@@ -127,10 +127,10 @@ def test_choice_fills_the_card_without_idle_parts(n: int, c: int, last: bool) ->
     block_n = choose_block_n(s)
     config = choose(s, block_n)
     plan = Plan(s, config, reverse=False, clip=None)
-    stretches = plan.stretches if block_n <= STEPS and config.num_parts > 1 else 1
+    stretches = 1 if last or block_n > STEPS else plan.stretches  # tiles that lanes share
     tiles, blocks = -(-n // block_n), -(-c // config.block_c)
     assert config.num_parts == plan.parts <= tiles
-    assert config.num_parts * blocks >= min(132, tiles // stretches * blocks) or n <= 128
+    assert config.num_parts * blocks >= min(132, -(-tiles // stretches) * blocks)
     assert config.block_n * config.block_c <= 8192
 
 

@@ -119,7 +119,7 @@ def _choose_parts(s: Sizes, block_n: int, *, num_sms: int) -> LogcumsumexpConfig
     small = s.small(num_sms)
     block_c, num_warps = min(power_of_two(s.c), 16 if small else WIDEST), 1 if small else 8
     stretches, blocks = num_warps * 64 // block_c, s.b * -(-s.c // block_c)
-    tiles, most_parts = -(-s.n // block_n), max(1, (512 if small else 256) // blocks)
+    tiles, most_parts = -(-s.n // block_n), max(1, (4 if small else 2) * num_sms // blocks)
     each = -(-tiles // (most_parts * stretches))
     return LogcumsumexpConfig(
         block_n=block_n,
