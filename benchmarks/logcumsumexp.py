@@ -105,13 +105,19 @@ def proposals(*, where: str, **_: Any) -> list[Provider]:
         configs = tried(
             block_n=(512, 1024, 2048), block_c=(1, 2), block_exact=(256, 512), num_warps=(1, 2)
         )
+    elif where == "few":
+        configs = tried(
+            block_n=(16,),
+            block_c=(16, 32, 64),
+            held_n=(0, 16, 32),
+            num_parts=(64, 128, 256),
+            num_warps=(1, 4, 8, 16),
+        )
     else:
-        few = where == "few"
         configs = tried(
             block_n=(64, 128),
             block_c=(32, 64),
-            block_exact=(32,) if few else (16, 32, 64),
-            num_parts=(128, 256) if few else (1,),
+            block_exact=(16, 32, 64),
             num_warps=(1, 2, 4),
             num_stages=(2, 3),
         )

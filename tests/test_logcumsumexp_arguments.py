@@ -97,6 +97,7 @@ def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None
     [
         (dict(block_n=24), "block_n is 24; accepted: a power of two"),
         (dict(num_parts=0), "num_parts is 0; accepted: an int >= 1"),
+        (dict(held_n=-1), "held_n is -1; accepted: an int >= 0"),
         (dict(variant="scan"), "variant is 'scan'; accepted: 'parallel', 'recurrence'"),
     ],
 )
@@ -130,7 +131,8 @@ def test_choice_fills_the_card_without_idle_parts(n: int, c: int, last: bool) ->
     stretches = 1 if last or block_n > STEPS else plan.stretches  # tiles that lanes share
     tiles, blocks = -(-n // block_n), -(-c // config.block_c)
     assert config.num_parts == plan.parts <= tiles
-    assert config.num_parts * blocks >= min(132, -(-tiles // stretches) * blocks)
+    # A lane's stretches are whole tiles, so a few multiprocessors may have none.
+    assert config.num_parts * blocks >= 0.7 * min(132, -(-tiles // stretches) * blocks)
     assert config.block_n * config.block_c <= 8192
 
 

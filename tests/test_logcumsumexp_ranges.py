@@ -23,8 +23,9 @@ CONFIGS = [
     case(axis=1, block_n=16, block_exact=16, num_parts=3),
     case(axis=0, block_n=32, block_c=4, block_exact=8),
     case(axis=0, block_n=8, block_c=2, block_exact=8, num_parts=4, num_warps=2),
-    case(axis=0, block_n=4, block_c=64, block_exact=4, num_parts=9),  # in bands
-    case(axis=0, block_n=2, block_c=8, num_parts=2),  # lanes of several tiles
+    case(axis=0, block_n=4, block_c=64, num_parts=9, held_n=4),  # in bands; lanes of two tiles,
+    case(axis=0, block_n=2, block_c=8, num_parts=2, held_n=4),  # one of them held, or both,
+    case(axis=0, block_n=2, block_c=8, num_parts=2),  # or none
     case(axis=0, block_n=32, block_c=4, block_exact=8, num_parts=2),
     case(axis=0, variant="recurrence", block_n=4, block_c=4),
     case(axis=1, variant="recurrence", block_n=2, block_c=2, num_parts=3),
@@ -34,6 +35,9 @@ RANGES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
     "wide": lambda rng, shape: 1e4 * rng.standard_normal(shape),
     "rising": lambda rng, shape: np.sort(1e3 * rng.standard_normal(shape), axis=0),
     "falling": lambda rng, shape: -np.sort(1e3 * rng.standard_normal(shape), axis=0),
+    "stairs": lambda rng, shape: (
+        300.0 * (np.arange(shape[0]) // 8)[:, None] + rng.standard_normal(shape)
+    ),
     "spiky": lambda rng, shape: rng.choice([-300.0, 0.0, 500.0], shape, p=[0.9, 0.05, 0.05]),
     "padded": lambda rng, shape: np.where(
         np.arange(shape[0])[:, None] < 20, -np.inf, rng.standard_normal(shape)

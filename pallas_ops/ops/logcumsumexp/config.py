@@ -10,6 +10,7 @@ ROW_ELEMENTS = 1024  # of a tile along the last axis
 TILE_ELEMENTS = 8192  # of a tile along another
 WARP_BYTES = 4096  # of a tile, for each warp
 STEPS = 16  # of a lane through a tile, where parts of the axis have a program each
+HELD = 32  # more positions of a lane take a second program's registers
 WIDEST = 64  # columns: 128 bytes of memory side by side
 
 
@@ -19,17 +20,19 @@ class LogcumsumexpConfig:
 
     A program goes through one of `num_parts` parts of the axis, `block_n` positions at a time, in
     `block_c` columns (rows, when the axis is the last). In parts along another axis than the last,
-    with up to 16 positions at a time, each lane goes through a stretch of its own. Else the variant
-    `parallel` (the seeds' ptr) holds them as a tile and scans it; `recurrence` (rtr) steps through
-    them, every column in a lane of its own. Where a tile's range is too wide for one pivot, it is
-    done again exactly, `block_exact` positions at a time. Going backward, what was remembered of
-    the forward pass is a pair of float32 for every `block_n` positions.
+    with up to 16 positions at a time, each lane goes through a stretch of its own; going forward,
+    the sums of its last `held_n` positions stay in registers, not to be made twice. Else the
+    variant `parallel` (the seeds' ptr) holds them as a tile and scans it; `recurrence` (rtr) steps
+    through them, every column in a lane of its own. Where a tile's range is too wide for one pivot,
+    it is done again exactly, `block_exact` positions at a time. Going backward, what was remembered
+    of the forward pass is a pair of float32 for every `block_n` positions.
     """
 
     variant: Literal["parallel", "recurrence"] = "parallel"
     block_n: int
     block_c: int = 1
     block_exact: int = 256
+    held_n: int = 0
     num_parts: int = 1
     num_warps: int = 1
     num_stages: int = 1
@@ -40,11 +43,13 @@ class LogcumsumexpConfig:
                 f"LogcumsumexpConfig.variant is {self.variant!r}; accepted: 'parallel', "
                 "'recurrence'"
             )
-        for name in ("block_n", "block_c", "block_exact", "num_parts", "num_warps", "num_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"LogcumsumexpConfig.{name} is {value!r}; accepted: an int >= 1")
-            if value & (value - 1) and name not in ("num_parts", "num_stages"):
+        for name in [field.name for field in dataclasses.fields(self)][1:]:
+            value, least = getattr(self, name), 0 if name == "held_n" else 1
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"LogcumsumexpConfig.{name} is {value!r}; accepted: an int >= {least}"
+                )
+            if value & (value - 1) and name not in ("held_n", "num_parts", "num_stages"):
                 raise ValueError(f"LogcumsumexpConfig.{name} is {value}; accepted: a power of two")
 
 
@@ -93,7 +98,7 @@ def choose(
 ) -> LogcumsumexpConfig:
     """The launch for tiles of `block_n` positions."""
     if not s.last and not fills(s, num_sms=num_sms) and block_n <= STEPS:
-        return _choose_parts(s, block_n, num_sms=num_sms)
+        return _choose_parts(s, block_n, backward=backward, num_sms=num_sms)
     most = ROW_ELEMENTS if s.last else TILE_ELEMENTS
     widest = 8 if s.last else 16 if s.small(num_sms) else WIDEST // 2 if backward else WIDEST
     block_c = min(power_of_two(s.c), widest, max(1, most // block_n))
@@ -114,16 +119,26 @@ def choose(
     )
 
 
-def _choose_parts(s: Sizes, block_n: int, *, num_sms: int) -> LogcumsumexpConfig:
+def _choose_parts(s: Sizes, block_n: int, *, backward: bool, num_sms: int) -> LogcumsumexpConfig:
     """Parts of the axis, whose lanes step through stretches: as many as run at once."""
-    small = s.small(num_sms)
-    block_c, num_warps = min(power_of_two(s.c), 16 if small else WIDEST), 1 if small else 8
+    share, columns = s.b * s.n * s.c * s.itemsize // num_sms, s.b * s.c
+    # Columns and warps of a program, programs that run at once, positions held.
+    if share < WARP_BYTES or s.n <= 8 * STEPS:
+        widest, num_warps, at_once, held_n = 16, 1, 4, HELD
+    elif share <= 16 * WARP_BYTES and columns <= num_sms * WIDEST // 2 and not backward:
+        widest, num_warps, at_once, held_n = WIDEST // 2, 4, 2, HELD
+    elif columns <= WIDEST and not backward:
+        widest, num_warps, at_once, held_n = WIDEST, 16, 1, HELD
+    else:
+        widest, num_warps, at_once, held_n = WIDEST, 8, 2, 0
+    block_c = min(power_of_two(s.c), widest)
     stretches, blocks = num_warps * 64 // block_c, s.b * -(-s.c // block_c)
-    tiles, most_parts = -(-s.n // block_n), max(1, (4 if small else 2) * num_sms // blocks)
+    tiles, most_parts = -(-s.n // block_n), max(1, at_once * num_sms // blocks)
     each = -(-tiles // (most_parts * stretches))
     return LogcumsumexpConfig(
         block_n=block_n,
         block_c=block_c,
+        held_n=held_n,
         num_parts=-(-tiles // (each * stretches)),
         num_warps=num_warps,
     )

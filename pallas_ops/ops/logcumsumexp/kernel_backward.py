@@ -17,7 +17,7 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence, kernel_stretches
+from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence, kernel_stretches_backward
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.kernel_recurrence import Refs
 from pallas_ops.ops.logcumsumexp.sums import (
@@ -83,7 +83,7 @@ def _backward_kernel(
     marks = mark_p_ref, mark_s_ref
     refs = x_ref, do_ref, dx_ref
     if plan.stepped:
-        grad = kernel_stretches.backward(columns, i, words, marks, dfinal_ref, refs)
+        grad = kernel_stretches_backward.backward(columns, i, words, marks, dfinal_ref, refs)
     else:
         behind = columns.row(dfinal_ref, 0)
         if words:

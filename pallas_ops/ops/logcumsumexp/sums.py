@@ -16,15 +16,21 @@ from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Tile
 
 LN2 = math.log(2)
 FAR = 1e30  # log2 of what is infinite
-SAFE = 24 / LOG2E  # how far below the pivot a prefix may lie: more costs the logarithm digits
+FAINT = 2.0**-24  # of its pivot: if a prefix is smaller, the logarithm loses digits
+SAFE = -math.log(FAINT)  # how far below the pivot a prefix may lie
+
+
+def larger(x: jax.Array, y: jax.Array | float) -> jax.Array:
+    """Without NaN, which the card drops, so the interpreter has to."""
+    return jnp.fmax(x, y) if launch.is_interpreted() else jnp.maximum(x, y)
 
 
 def finite(x: jax.Array) -> jax.Array:
-    return jnp.minimum(jnp.maximum(x, -HUGE), HUGE)
+    return jnp.minimum(larger(x, -HUGE), HUGE)
 
 
 def largest(x: jax.Array, ndim: int = 1) -> jax.Array:
-    """[columns], without NaN: the card drops it, so the interpreter has to."""
+    """[columns], without NaN, as `larger`."""
     x = jnp.where(x == x, x, -jnp.inf) if launch.is_interpreted() else x
     while x.ndim > ndim:
         x = x.max(axis=0)
@@ -59,11 +65,17 @@ def add_pairs(before: Any, after: Any, *, exp2: Any = jnp.exp2) -> Any:
     return pivot, s * exp2((p - pivot) * LOG2E) + t * exp2((q - pivot) * LOG2E)
 
 
-def joined(pair: Pair) -> Pair:
-    """The log-sum-exp of pairs [n, columns]."""
+def shares_of(pair: Pair) -> Pair:
+    """Of pairs [n, columns], the largest pivot [columns], and their sums below that one."""
     p, s = pair
     pivot = largest(p)
-    return pivot, (s * exp2((p - pivot[None]) * LOG2E)).sum(axis=0)
+    return pivot, s * exp2((p - pivot[None]) * LOG2E)
+
+
+def joined(pair: Pair) -> Pair:
+    """The log-sum-exp of pairs [n, columns]."""
+    pivot, shares = shares_of(pair)
+    return pivot, shares.sum(axis=0)
 
 
 def _exclusive(before: Any, after: Any) -> Any:
@@ -79,8 +91,13 @@ def running_sum(
     total = x.sum(axis=0)
     if x.ndim == 2:
         return start[None] + inner, total
-    before, _ = scan(_exclusive, (jnp.zeros_like(total), total), reverse=reverse)
+    before = sum_before(total, reverse=reverse)
     return (start[None] + before)[None] + inner, total.sum(axis=0)
+
+
+def sum_before(x: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """The sum of what stands before each, in a tile."""
+    return scan(_exclusive, (jnp.zeros_like(x), x), reverse=reverse)[0]
 
 
 def over(row: jax.Array, tile: jax.Array) -> jax.Array:
