@@ -146,8 +146,8 @@ def forward(
 
         walk((below, start), step, looped)
         for k, (high, sums) in enumerate(held, looped):
-            fade = exp2((high - below) * LOG2E)
-            pairs = [(below, multiply_add(s, fade, start)) for s in sums]
+            scale = exp2((high - below) * LOG2E)
+            pairs = [(below, multiply_add(s, scale, start)) for s in sums]
             for row, pair in zip(stretches.rows(k), pairs, strict=True):
                 row.store(out_ref, log_of(pair))
             stretches.put_pair(marks, k + 1, pairs[-1])
