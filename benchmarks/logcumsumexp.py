@@ -39,13 +39,19 @@ CASES: dict[str, tuple[int, Data | None]] = {
     "axis1-padded": (1, partial(padded, axis=1)),
     "axis1-wide": (1, partial(wide, axis=1)),
     "few": (1, None),
+    "few-padded": (1, partial(padded, axis=1)),
+    "few-wide": (1, partial(wide, axis=1)),
 }
+
+
+def few(where: str) -> bool:
+    return where.startswith("few")
 
 
 def case(dtype: Any, *, where: str, batch: int, dim: int, n: int) -> Case:
     axis, data = CASES[where]
-    shape = (1, 4 * n, FEW) if where == "few" else (batch, n, dim)
-    what = {"last": "", "few": f"-columns{FEW}-length4n"}.get(where, f"-{where}")
+    shape = (1, 4 * n, FEW) if few(where) else (batch, n, dim)
+    what = "" if where == "last" else f"-{where}".replace("few", f"columns{FEW}-length4n")
     return Case(
         title=f"logcumsumexp-{{metric}}-{{mode}}-batch{shape[0]}-dim{shape[2]}-{{dtype}}{what}",
         inputs=(jax.ShapeDtypeStruct(shape, dtype),),
@@ -55,14 +61,14 @@ def case(dtype: Any, *, where: str, batch: int, dim: int, n: int) -> Case:
 
 
 def recurrence(*, where: str, **_: Any) -> LogcumsumexpConfig:
-    parts = 256 if where == "few" else 1
+    parts = 256 if few(where) else 1
     return LogcumsumexpConfig(variant="recurrence", block_n=16, block_c=32, num_parts=parts)
 
 
 def parallel(*, where: str, **_: Any) -> LogcumsumexpConfig:
     if CASES[where][0] == 2:
         return LogcumsumexpConfig(block_n=2048, block_exact=256, num_warps=2)
-    parts = 256 if where == "few" else 1
+    parts = 256 if few(where) else 1
     return LogcumsumexpConfig(
         block_n=64, block_c=32, block_exact=16, num_parts=parts, num_warps=2, num_stages=4
     )
@@ -105,7 +111,7 @@ def proposals(*, where: str, **_: Any) -> list[Provider]:
         configs = tried(
             block_n=(512, 1024, 2048), block_c=(1, 2), block_exact=(256, 512), num_warps=(1, 2)
         )
-    elif where == "few":
+    elif few(where):
         configs = tried(
             block_n=(16,),
             block_c=(16, 32, 64),
@@ -125,7 +131,7 @@ def proposals(*, where: str, **_: Any) -> list[Provider]:
         variant=("recurrence",),
         block_n=(16, 32),
         block_c=(32, 64),
-        num_parts=(256, 511) if where == "few" else (1,),
+        num_parts=(256, 511) if few(where) else (1,),
         num_warps=(1, 2),
     )
     return [kernel(sweep.label(c), sweep.always(c), "") for c in (None, *configs)]

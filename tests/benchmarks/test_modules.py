@@ -59,7 +59,7 @@ def test_logcumsumexp_has_the_tables_of_its_seeds_and_more() -> None:
     assert titles(benchmark) == {
         seeds,
         *(f"{seeds}-{axis}{kind}" for axis in ("last", "axis1") for kind in kinds),
-        "logcumsumexp-speed-fwd-batch1-dim64-bf16-columns64-length4n",
+        *(f"logcumsumexp-speed-fwd-batch1-dim64-bf16-columns64-length4n{kind}" for kind in kinds),
     } - {f"{seeds}-last"}
     names = [provider.name for provider in benchmark.providers]
     assert names[:5] == ["rpl", "ppl", "pallas", "jnp", "jit"]
