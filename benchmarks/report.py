@@ -144,9 +144,8 @@ def _merged(path: pathlib.Path, new: Report) -> Report:
     environment = new.environment | calls
     if old.environment | calls | {"date": environment["date"]} != environment:
         return new
-    measured = {table.title for table in new.tables}
-    kept = [table for table in old.tables if table.title not in measured]
-    return dataclasses.replace(new, environment=environment, tables=[*kept, *new.tables])
+    tables = {table.title: table for table in [*old.tables, *new.tables]}  # each in its place
+    return dataclasses.replace(new, environment=environment, tables=list(tables.values()))
 
 
 def _plot(report: Report, table: Table, metric: Metric, folder: pathlib.Path) -> None:

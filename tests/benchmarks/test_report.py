@@ -35,7 +35,7 @@ def test_json_tells_all_and_another_run_replaces_its_own_tables(tmp_path: pathli
     again = suite.run(TOY, toy_plan(grid={"k": (1,), "n": (8,)}, calls=1))
     report.write(again, tmp_path)
     kept = Report.from_json((tmp_path / "toy-fwd.json").read_text())
-    assert kept.tables == [both.tables[1], again.tables[0]]
+    assert kept.tables == [again.tables[0], both.tables[1]]
     assert kept.environment["calls"] == 1
     report.main(["", str(tmp_path / "toy-fwd.json")])
     assert (tmp_path / "toy-fwd.md").read_text() == report.markdown(kept)
