@@ -12,7 +12,7 @@ import pallas_ops
 from pallas_ops import LogcumsumexpConfig
 from pallas_ops.core.checks import LONGEST
 from pallas_ops.ops.logcumsumexp.config import STEPS, Sizes, choose, choose_block_n
-from pallas_ops.ops.logcumsumexp.tiles import Plan
+from pallas_ops.ops.logcumsumexp.plan import Plan
 from tests import h200
 from tests.logcumsumexp import loop, pulled
 from tests.support import assert_close, case, random_array

@@ -20,6 +20,9 @@ Rng = np.random.Generator
 
 CONFIGS = [
     case(axis=1, block_n=64, block_c=2, block_exact=16),
+    case(axis=1, reverse=True, block_n=32, block_c=4, block_exact=16),  # as it lies in memory
+    case(axis=1, block_n=64, block_c=8, block_exact=32, num_warps=2),
+    case(axis=1, reverse=True, block_n=4, block_c=64, block_exact=2, num_parts=3),
     case(axis=1, block_n=16, block_exact=16, num_parts=3),
     case(axis=0, block_n=32, block_c=4, block_exact=8),
     case(axis=0, block_n=8, block_c=2, block_exact=8, num_parts=4, num_warps=2),
@@ -28,7 +31,7 @@ CONFIGS = [
     case(axis=0, block_n=2, block_c=8, num_parts=2),  # or none
     case(axis=0, block_n=32, block_c=4, block_exact=8, num_parts=2),
     case(axis=0, variant="recurrence", block_n=4, block_c=4),
-    case(axis=1, variant="recurrence", block_n=2, block_c=2, num_parts=3),
+    case(axis=1, reverse=True, variant="recurrence", block_n=2, block_c=2, num_parts=3),
 ]
 
 RANGES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
@@ -49,15 +52,15 @@ RANGES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_config_is_exact_for_every_range(rng: Rng, config: dict[str, Any]) -> None:
-    axis = config["axis"]
-    chosen = LogcumsumexpConfig(**{k: v for k, v in config.items() if k != "axis"})
+    kwargs = {"axis": config["axis"], "reverse": config.get("reverse", False)}
+    chosen = LogcumsumexpConfig(**{k: v for k, v in config.items() if k not in kwargs})
     _, initial, do, dfinal = arguments(rng, (45, 5), 0)
     for name, make in RANGES.items():
         x = jnp.asarray(make(rng, (45, 5)), jnp.float32)
         state = jnp.full_like(initial, -jnp.inf) if name in ("padded", "nothing") else initial
-        xs = tuple(jnp.moveaxis(y, 0, axis) for y in (x, state, do, dfinal))
-        got = pulled(KERNEL, axis=axis, config=chosen)(*xs)
-        assert_exact(got, loop(*xs, axis=axis), xs[2], axis)
+        xs = tuple(jnp.moveaxis(y, 0, kwargs["axis"]) for y in (x, state, do, dfinal))
+        got = pulled(KERNEL, config=chosen, **kwargs)(*xs)
+        assert_exact(got, loop(*xs, **kwargs), xs[2], kwargs["axis"])
 
 
 def test_loads_that_run_ahead_reach_no_exact_tile(rng: Rng) -> None:

@@ -21,10 +21,11 @@ ROUNDER, LARGE_ROUNDER = 1.5 * 2**23, 1.25 * 2**24
 
 
 def settled(x: jax.Array) -> jax.Array:
-    """x in float32, as it is: read from where a pipelined loop's load has put it.
+    """x of 32 bits, as it is, computed where this stands.
 
-    Triton may move that reading into the branch of a `lax.cond` that alone needs the number, which
-    is behind the next load into the same place.
+    Else Triton may read what a pipelined loop loads in the branch of a `lax.cond` that alone needs
+    it, which is behind the next load into the same place; and LLVM computes a branch's addresses
+    ahead of the loop, in registers that the other branch then has not.
     """
     return x if launch.is_interpreted() else _ptx("mov.b32", x)
 
@@ -141,7 +142,7 @@ def _ptx(instruction: str, *operands: Operand) -> jax.Array:
         args=[jnp.broadcast_to(x, shape) for x in arrays],
         constraints=",".join(["=r", *["r"] * len(arrays)]),
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, arrays[0].dtype)],
     )
     return result
 

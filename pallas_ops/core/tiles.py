@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 Ref = Any
@@ -26,3 +27,21 @@ def span(size: int) -> jax.Array:
 def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     """a & b, where None is true everywhere."""
     return a if b is None else b if a is None else a & b
+
+
+def unstack(x: jax.Array) -> list[jax.Array]:
+    """x[..., k] for each k, of a power of two; free where a thread has them all."""
+    *shape, size = x.shape
+    if size == 1:
+        return [x.reshape(shape)]
+    halves = lax.split(x.reshape(*shape, size // 2, 2), (1, 1), len(shape) + 1)
+    even, odd = (unstack(half.reshape(*shape, size // 2)) for half in halves)
+    return [y for pair in zip(even, odd, strict=True) for y in pair]
+
+
+def stack(xs: list[jax.Array]) -> jax.Array:
+    """The inverse of `unstack`."""
+    if len(xs) == 1:
+        return xs[0][..., None]
+    pairs = jnp.stack([stack(xs[::2]), stack(xs[1::2])], axis=-1)
+    return pairs.reshape(*pairs.shape[:-2], len(xs))

@@ -15,6 +15,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from pallas_ops.core import launch
+from pallas_ops.core.tiles import unstack
 
 try:
     ir: Any = importlib.import_module("jax._src.lib.mlir").ir
@@ -61,7 +62,7 @@ def _join_neighbours(
 ) -> tuple[jax.Array, ...]:
     """Blocks of `shape[-1]`, each already scanned, pair by pair."""
     to_last = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
-    pairs = [_unstack(x.reshape(shape).transpose(to_last)) for x in xs]
+    pairs = [unstack(x.reshape(shape).transpose(to_last)) for x in xs]
     before, after = (tuple(pair[i] for pair in pairs) for i in ((1, 0) if reverse else (0, 1)))
     lane = lax.broadcasted_iota(jnp.int32, before[0].shape, before[0].ndim - 1)
     is_total = lane == (0 if reverse else shape[-1] - 1)
@@ -72,12 +73,6 @@ def _join_neighbours(
     joined = combine(totals, after)
     both = zip(joined, before, strict=True) if reverse else zip(before, joined, strict=True)
     return tuple(jnp.stack(pair, axis=-1).transpose(to_last) for pair in both)
-
-
-def _unstack(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two halves of a last axis of 2."""
-    first, second = lax.split(x, (1, 1), axis=x.ndim - 1)
-    return first.reshape(x.shape[:-1]), second.reshape(x.shape[:-1])
 
 
 def pipelined(i: jax.Array, num_stages: int) -> jax.Array:

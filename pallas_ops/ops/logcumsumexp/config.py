@@ -7,8 +7,8 @@ from typing import Literal
 from pallas_ops.core.tiles import power_of_two
 
 ROW_ELEMENTS = 1024  # of a tile along the last axis
-TILE_ELEMENTS = 8192  # of a tile along another
-WARP_BYTES = 4096  # of a tile, for each warp
+TILE_BYTES = 8192  # of a tile along another
+WARP_BYTES = 4096  # of a tile, for each warp; half of that along another axis than the last
 STEPS = 16  # of a lane through a tile, where parts of the axis have a program each
 HELD = 32  # more positions of a lane take a second program's registers
 WIDEST = 64  # columns: 128 bytes of memory side by side
@@ -22,10 +22,11 @@ class LogcumsumexpConfig:
     `block_c` columns (rows, when the axis is the last). In parts along another axis than the last,
     with up to 16 positions at a time, each lane goes through a stretch of its own; going forward,
     the sums of its last `held_n` positions stay in registers, not to be made twice. Else the
-    variant `parallel` (the seeds' ptr) holds them as a tile and scans it; `recurrence` (rtr) steps
-    through them, every column in a lane of its own. Where a tile's range is too wide for one pivot,
-    it is done again exactly, `block_exact` positions at a time. Going backward, what was remembered
-    of the forward pass is a pair of float32 for every `block_n` positions.
+    variant `parallel` (the seeds' ptr) holds them as a tile, in which each lane sums a group of
+    neighbours, and groups are scanned; `recurrence` (rtr) steps through them, every column in a
+    lane of its own. Where a tile's range is too wide for one pivot, it is done again exactly,
+    `block_exact` positions at a time. Going backward, what was remembered of the forward pass is a
+    pair of float32 for every `block_n` positions.
     """
 
     variant: Literal["parallel", "recurrence"] = "parallel"
@@ -79,18 +80,13 @@ class Sizes:
         return not self.last and self.b * self.n * self.c * self.itemsize < 2 * num_sms * WARP_BYTES
 
 
-def choose_block_n(s: Sizes, *, alone: bool = False) -> int:
-    """Positions of a tile.
-
-    The forward pass alone has twice as many as where a backward pass, which has registers for half,
-    needs what it remembers of each tile.
-    """
+def choose_block_n(s: Sizes) -> int:
+    """Positions of a tile."""
     if s.last:
         return min(power_of_two(s.n), ROW_ELEMENTS)
     if not fills(s):
         return min(power_of_two(s.n), STEPS // 2 if s.c % 4 else STEPS)
-    most = TILE_ELEMENTS if alone else TILE_ELEMENTS // 2
-    return min(power_of_two(s.n), most // min(power_of_two(s.c), WIDEST))
+    return min(power_of_two(s.n), TILE_BYTES // s.itemsize // min(power_of_two(s.c), WIDEST))
 
 
 def choose(
@@ -99,11 +95,13 @@ def choose(
     """The launch for tiles of `block_n` positions."""
     if not s.last and not fills(s, num_sms=num_sms) and block_n <= STEPS:
         return _choose_parts(s, block_n, backward=backward, num_sms=num_sms)
-    most = ROW_ELEMENTS if s.last else TILE_ELEMENTS
-    widest = 8 if s.last else 16 if s.small(num_sms) else WIDEST // 2 if backward else WIDEST
+    most = ROW_ELEMENTS if s.last else TILE_BYTES // s.itemsize
+    widest = 8 if s.last else 16 if s.small(num_sms) else WIDEST
     block_c = min(power_of_two(s.c), widest, max(1, most // block_n))
-    narrow = s.c % 4 > 0 or (backward and block_c < 16)  # which takes more registers
-    num_warps = max(1, block_n * block_c * s.itemsize // WARP_BYTES) << (narrow and not s.last)
+    # Narrow loads take more registers.
+    narrow = not s.last and (s.c % 4 > 0 or (backward and block_c < 16))
+    warp_bytes = WARP_BYTES if s.last else WARP_BYTES // 2
+    num_warps = max(1, block_n * block_c * s.itemsize // warp_bytes) << narrow
     blocks, tiles = s.b * -(-s.c // block_c), -(-s.n // block_n)
     # Parts wait for each other, so that all run at once; whose registers are 8 warps', or 16.
     most_parts = min(512, (16 if s.last else 8) * num_sms // (num_warps * blocks))
@@ -115,7 +113,7 @@ def choose(
         block_exact=min(block_n, (256 if backward else 512) // block_c if s.last else 32),
         num_parts=num_parts,
         num_warps=num_warps,
-        num_stages=1 if s.last else 2 if num_parts == 1 or backward else 3,
+        num_stages=1 if s.last else 3,
     )
 
 

@@ -1,8 +1,8 @@
 """How logcumsumexp runs forward: the launchers first, then the kernel bodies.
 
 A tile is summed below one pivot, the largest number met so far, where that loses nothing: no prefix
-lies more than a factor of 2**24 below it. Otherwise it is read again, in smaller tiles, by pairs of
-pivot and sum: scanned along the last axis, stepped through along another.
+lies more than a factor of 2**24 below it. Otherwise it is read again, in smaller tiles, and pivot
+and sum follow every step.
 """
 
 from functools import partial
@@ -13,23 +13,20 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
-from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence, kernel_stretches
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
+from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
 from pallas_ops.ops.logcumsumexp.sums import (
-    add_pairs,
-    at,
+    below,
     exponentials,
     initial_pair,
     log_of,
-    over,
-    pair_of,
     pivot_of,
     repeat,
-    running_sum,
+    running_sums,
     too_wide,
 )
-from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Plan, Tile, plan_of
+from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Rows, Steps
 
 
 def forward(
@@ -44,7 +41,7 @@ def forward(
     save: bool,
 ) -> tuple[jax.Array, ...]:
     """Output and final state; to save: the pairs before each tile and after the last."""
-    plan = plan_of(x, axis, block_n, config, alone=not save, reverse=reverse, clip=clip)
+    plan = plan_of(x, axis, block_n, config, reverse=reverse, clip=clip)
     parts, marks = plan.parts, plan.tiles + 1
     column = None if initial is None else plan.view(initial)
     view = plan.view(x)
@@ -112,35 +109,27 @@ def _tile(
     columns: Columns, first: jax.Array, before: Pair, x_ref: Ref, out_ref: Ref, size: int
 ) -> Pair:
     """The positions from `first` on, and the pair after them."""
-    tile = Tile(columns, first, size, grouped=True)
-    x = tile.load_x(x_ref)
-    pivot = pivot_of(x, before)
+    plan = columns.plan
+    groups = plan.groups(size, columns=2)
+    tile = Steps(columns, first, size, groups)
+    out = tile if plan.s.last else Rows(columns, first, size, groups)
+    xs = tile.load_x(x_ref)
+    pivot = pivot_of(xs, before)
 
     def plain() -> Pair:
-        start, e = exponentials(x, before, pivot)
-        sums, total = running_sum(e, start)
-        tile.store(out_ref, log_of((over(pivot, x), sums)))
+        start = below(before, pivot)
+        sums, total = running_sums(exponentials(xs, pivot[None]), start, mirrored=plan.mirrored)
+        out.store(out_ref, [log_of((pivot[None], s)) for s in sums])
         return pivot, start + total
 
     def exact() -> Pair:
-        part = columns.plan.block_exact
+        part, apart = plan.block_exact, columns.apart()
 
         def step(k: jax.Array, pair: Pair) -> Pair:
-            run = _exact if columns.plan.s.last else kernel_recurrence.forward
-            return run(columns, first + k * part, pair, x_ref, out_ref, part)
+            return kernel_recurrence.forward(apart, first + k * part, pair, x_ref, out_ref, part)
 
         after: Pair = repeat(size // part, step, before)
         return after
 
     pair: Pair = lax.cond(too_wide(tile, columns, first, x_ref, before, pivot), exact, plain)
     return pair
-
-
-def _exact(
-    columns: Columns, first: jax.Array, before: Pair, x_ref: Ref, out_ref: Ref, size: int
-) -> Pair:
-    """`_tile` by pairs, along the last axis."""
-    tile = Tile(columns, first, size)
-    p, s = add_pairs(tuple(x[None] for x in before), scan(add_pairs, pair_of(tile.load_x(x_ref))))
-    tile.store(out_ref, log_of((p, s)))
-    return at(p, -1), at(s, -1)

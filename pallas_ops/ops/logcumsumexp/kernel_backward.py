@@ -2,8 +2,8 @@
 
 With pairs (p, s) of all up to i, and W the gradient of the state after a tile: below one pivot,
 dx_j = exp(x_j - p) (sum_{i>=j} do_i / s_i + W / s_last), and W of the state before is that sum over
-the whole tile, times exp(p_before - p) s_before. Where a tile's range is too wide for one pivot, a
-scan of T_i = do_i + exp(o_i - o_{i+1}) T_{i+1} gives dx_i = exp(x_i - o_i) T_i.
+the whole tile, times exp(p_before - p) s_before. Where a tile's range is too wide for one pivot,
+T_i = do_i + exp(o_i - o_{i+1}) T_{i+1}, step by step, gives dx_i = exp(x_i - o_i) T_i.
 """
 
 from functools import partial
@@ -13,28 +13,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
-from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence, kernel_stretches_backward
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.kernel_recurrence import Refs
+from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
 from pallas_ops.ops.logcumsumexp.sums import (
-    add_pairs,
-    at,
+    below,
     exponentials,
-    fading_sum,
     inverse,
-    log_scale,
-    pair_of,
     pivot_of,
     repeat,
-    running_sum,
+    running_sums,
     too_wide,
-    total_of,
 )
-from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Plan, Tile, plan_of
+from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Steps
 
 
 def backward(
@@ -119,58 +113,33 @@ def _tile(
 ) -> jax.Array:
     """dx from `first` on; the gradient of the state before, from `behind`, that after."""
     x_ref, do_ref, dx_ref = refs
-    tile = Tile(columns, first, size, grouped=True)
-    x, do = tile.load_x(x_ref), tile.load(do_ref)
-    pivot = pivot_of(x, before)
+    plan = columns.plan
+    tile = Steps(columns, first, size, plan.groups(size, columns=1))
+    xs, dos = tile.load_x(x_ref), tile.load(do_ref)
+    pivot = pivot_of(xs, before)
 
     def plain() -> jax.Array:
-        start, e = exponentials(x, before, pivot)
-        sums, total = running_sum(e, start)
+        start, es = below(before, pivot), exponentials(xs, pivot[None])
+        sums, total = running_sums(es, start, mirrored=plan.mirrored)
         tail = behind * inverse(start + total)
-        grads, whole = running_sum(do * inverse(sums), tail, reverse=True)
-        tile.store_dx(dx_ref, x_ref, e * grads)
+        shares = [do * inverse(s) for do, s in zip(dos, sums, strict=True)]
+        grads, whole = running_sums(shares, tail, reverse=True, mirrored=plan.mirrored)
+        dxs = [e * grad for e, grad in zip(es, grads, strict=True)]
+        tile.store_dx(dx_ref, x_ref, reversed(dxs))
         return jnp.where(start == jnp.inf, 0.0, start) * (whole + tail)  # which may be NaN
 
     def exact() -> jax.Array:
-        part = columns.plan.block_exact
-        run = _exact if columns.plan.s.last else kernel_recurrence.backward
+        part, apart = plan.block_exact, columns.apart()
+
+        def total(k: jax.Array, pair: Pair) -> Pair:
+            return kernel_recurrence.total(apart, first + k * part, pair, x_ref, part)
 
         def step(k: jax.Array, behind: jax.Array) -> jax.Array:
-            pair = _total(columns, first, k, before, x_ref)
-            return run(columns, first + k * part, pair, behind, refs, part)
+            pair: Pair = lax.fori_loop(0, k, total, before)
+            return kernel_recurrence.backward(apart, first + k * part, pair, behind, refs, part)
 
         grad: jax.Array = repeat(size // part, step, behind, reverse=True)
         return grad
 
     grad: jax.Array = lax.cond(too_wide(tile, columns, first, x_ref, before, pivot), exact, plain)
     return grad
-
-
-def _total(columns: Columns, first: jax.Array, k: jax.Array, before: Pair, x_ref: Ref) -> Pair:
-    """The pair before the k-th part of a tile."""
-    part = columns.plan.block_exact
-
-    def step(k: jax.Array, pair: Pair) -> Pair:
-        if columns.plan.s.last:
-            return total_of(Tile(columns, first + k * part, part).load_x(x_ref), pair)
-        return kernel_recurrence.total(columns, first + k * part, pair, x_ref, part)
-
-    pair: Pair = lax.fori_loop(0, k, step, before)
-    return pair
-
-
-def _exact(
-    columns: Columns, first: jax.Array, before: Pair, behind: jax.Array, refs: Refs, size: int
-) -> jax.Array:
-    """`_tile` by pairs, o_i = p_i + log s_i, along the last axis."""
-    x_ref, do_ref, dx_ref = refs
-    tile = Tile(columns, first, size)
-    x = tile.load_x(x_ref)
-    p, s = add_pairs(tuple(y[None] for y in before), scan(add_pairs, pair_of(x)))
-    scale = log_scale(s)
-    _, _, grads = scan(fading_sum, (p, scale, tile.load(do_ref)), reverse=True)
-    fade = (p - at(p, -1)[None]) * LOG2E + (scale - at(scale, -1)[None])
-    grads = grads + exp2(fade) * behind[None]
-    tile.store_dx(dx_ref, x_ref, exp2((x - p) * LOG2E) * inverse(s) * grads)
-    fade = (before[0] - at(p, 0)) * LOG2E + (log_scale(before[1]) - at(scale, 0))
-    return jnp.where(before[1] == 0, 0.0, exp2(fade)) * at(grads, 0)

@@ -17,8 +17,9 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.messages import tell, told
 from pallas_ops.core.tiles import Ref, power_of_two, span
-from pallas_ops.ops.logcumsumexp.sums import add_pairs, joined, log_scale, total_of
-from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Plan, Tile
+from pallas_ops.ops.logcumsumexp.plan import Plan
+from pallas_ops.ops.logcumsumexp.sums import add_pairs, joined, log_scale, running
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Steps
 
 NOTHING = -HUGE, 0.0  # as a pair
 
@@ -79,17 +80,15 @@ def _band(plan: Plan, i: jax.Array) -> tuple[jax.Array, jax.Array]:
 def total(columns: Columns, i: jax.Array, x_ref: Ref) -> Pair:
     """The log-sum-exp of the i-th part; lanes sum on their own, and join at the end."""
     size = columns.plan.c.block_n
-
-    def tile(t: jax.Array) -> jax.Array:
-        return Tile(columns, t * size, size, grouped=True).load_x(x_ref)
+    groups = columns.plan.groups(size, columns=2)
 
     def step(t: jax.Array, pair: Pair) -> Pair:
-        return total_of(tile(t), pair)
+        pivot, sums = running(Steps(columns, t * size, size, groups).load_x(x_ref), pair)
+        return pivot, sums[-1]
 
-    shape = jax.eval_shape(tile, i).shape[1:]
+    shape = groups, columns.plan.c.block_c
     nothing = jnp.full(shape, -HUGE), jnp.zeros(shape)
-    pair: Pair = columns.plan.through(i, step, nothing)
-    return joined(pair) if len(shape) > 1 else pair
+    return joined(columns.plan.through(i, step, nothing))
 
 
 def put(

@@ -6,8 +6,6 @@ Unless what was before lies too far below: then pairs follow every step, as in t
 `recurrence`. The last tiles are not gone through again: their sums stay in registers.
 """
 
-import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +23,10 @@ from pallas_ops.ops.logcumsumexp.sums import (
     FAINT,
     add_pairs,
     any_of,
+    below,
     exclusive_pairs,
-    finite,
-    larger,
     log_of,
+    running,
     shares_of,
     sum_before,
 )
@@ -107,14 +105,17 @@ def forward(
     looped = max(0, each - stretches.plan.c.held_n // stretches.plan.c.block_n)
     nothing = jnp.full(stretches.shape, -HUGE), jnp.zeros(stretches.shape)
 
+    def xs(k: Any) -> list[jax.Array]:
+        return [row.load_x(x_ref) for row in stretches.rows(k)]
+
     def total(k: Any, pair: Pair) -> Pair:
-        pivot, sums = _running(stretches, x_ref, k, pair)
+        pivot, sums = running(xs(k), pair)
         return pivot, sums[-1]
 
     totals = stretches.through(total, nothing, count=looped)
     held = []
     for k in range(looped, each):
-        held.append(_running(stretches, x_ref, k, totals))
+        held.append(running(xs(k), totals))
         totals = held[-1][0], held[-1][1][-1]
 
     top, shares = shares_of(totals)
@@ -124,14 +125,14 @@ def forward(
     siblings = sum_before(shares)  # while others tell theirs
     before = kernel_parts.before(columns, i, words, own, initial)
     pivot = jnp.maximum(before[0], top)
-    ahead = before[1] * exp2((before[0] - pivot) * LOG2E)
+    ahead = below(before, pivot)
     fade = exp2((top - pivot) * LOG2E)
-    below = jnp.broadcast_to(pivot[None], stretches.shape)
+    pivots = jnp.broadcast_to(pivot[None], stretches.shape)
     start = ahead[None] + siblings * fade[None]
 
     def walk(first: Pair, step: Callable[[Pair, jax.Array], Pair], count: int) -> None:
         def tile(k: Any, pair: Pair) -> Pair:
-            for row, x in [(row, row.load_x(x_ref)) for row in stretches.rows(k)]:
+            for row, x in zip(stretches.rows(k), xs(k), strict=True):
                 pair = step(pair, x)
                 row.store(out_ref, log_of(pair))
             stretches.put_pair(marks, k + 1, pair)
@@ -142,12 +143,12 @@ def forward(
 
     def plain() -> None:
         def step(pair: Pair, x: jax.Array) -> Pair:
-            return below, pair[1] + exp2((x - below) * LOG2E)
+            return pivots, pair[1] + exp2((x - pivots) * LOG2E)
 
-        walk((below, start), step, looped)
+        walk((pivots, start), step, looped)
         for k, (high, sums) in enumerate(held, looped):
-            scale = exp2((high - below) * LOG2E)
-            pairs = [(below, multiply_add(s, scale, start)) for s in sums]
+            scale = exp2((high - pivots) * LOG2E)
+            pairs = [(pivots, multiply_add(s, scale, start)) for s in sums]
             for row, pair in zip(stretches.rows(k), pairs, strict=True):
                 row.store(out_ref, log_of(pair))
             stretches.put_pair(marks, k + 1, pairs[-1])
@@ -158,17 +159,6 @@ def forward(
         walk(first, lambda pair, x: advance(pair, x)[0], each)
 
     fresh = (before[1] == 0)[None] & (span(stretches.shape[0])[:, None] == 0)  # nothing before
-    least = jnp.where(fresh, exp2((lead - below) * LOG2E), start)
-    lax.cond(any_of((least < FAINT) & (below > -HUGE)), exact, plain)
+    least = jnp.where(fresh, exp2((lead - pivots) * LOG2E), start)
+    lax.cond(any_of((least < FAINT) & (pivots > -HUGE)), exact, plain)
     return pivot, ahead + own[1] * fade
-
-
-def _running(
-    stretches: Stretches, x_ref: Ref, k: Any, before: Pair
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Sums up to each position of every stretch's k-th tile, below one pivot, which comes first."""
-    xs = [row.load_x(x_ref) for row in stretches.rows(k)]
-    pivot = finite(functools.reduce(larger, xs, before[0]))
-    start = before[1] * exp2((before[0] - pivot) * LOG2E)
-    sums = itertools.accumulate((exp2((x - pivot) * LOG2E) for x in xs), initial=start)
-    return pivot, list(sums)[1:]

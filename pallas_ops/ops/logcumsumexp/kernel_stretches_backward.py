@@ -16,7 +16,7 @@ from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp import kernel_parts
 from pallas_ops.ops.logcumsumexp.kernel_recurrence import Refs, keep
 from pallas_ops.ops.logcumsumexp.kernel_stretches import Stretches
-from pallas_ops.ops.logcumsumexp.sums import SAFE, any_of, at, exclusive_map, log_of
+from pallas_ops.ops.logcumsumexp.sums import SAFE, any_of, at, below, exclusive_map, log_of
 from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Tile
 
 
@@ -58,7 +58,7 @@ def _load(stretches: Stretches, refs: Refs, k: Any) -> list[tuple[Tile, jax.Arra
 
 def _below(pair: Pair, last: Pair) -> jax.Array:
     """The sum below the pivot of the last; 1 where that sums nothing."""
-    return jnp.where(last[1] == 0, 1.0, pair[1] * exp2((pair[0] - last[0]) * LOG2E))
+    return jnp.where(last[1] == 0, 1.0, below(pair, last[0]))
 
 
 def _map(stretches: Stretches, refs: Refs, first: Pair, last: Pair) -> Pair:
@@ -73,7 +73,7 @@ def _map(stretches: Stretches, refs: Refs, first: Pair, last: Pair) -> Pair:
 
     carry = _below(first, last), jnp.zeros(stretches.shape)
     s, own = stretches.through(tile, carry)
-    start = first[1] * exp2((first[0] - last[0]) * LOG2E)
+    start = below(first, last[0])
     start = jnp.where(start == jnp.inf, 0.0, start)
     return start * reciprocal(s), start * own
 

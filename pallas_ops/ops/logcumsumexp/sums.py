@@ -1,5 +1,7 @@
 """Sums of exponentials that lose nothing, and the test of where one pivot is enough for them."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ from pallas_ops.core import launch
 from pallas_ops.core.fastmath import LOG2E, exp2, log2, multiply_add, reciprocal
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Tile
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Steps, Tile
 
 LN2 = math.log(2)
 FAR = 1e30  # log2 of what is infinite
@@ -29,12 +31,9 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.minimum(larger(x, -HUGE), HUGE)
 
 
-def largest(x: jax.Array, ndim: int = 1) -> jax.Array:
+def largest(x: jax.Array) -> jax.Array:
     """[columns], without NaN, as `larger`."""
-    x = jnp.where(x == x, x, -jnp.inf) if launch.is_interpreted() else x
-    while x.ndim > ndim:
-        x = x.max(axis=0)
-    return x
+    return (jnp.where(x == x, x, -jnp.inf) if launch.is_interpreted() else x).max(axis=0)
 
 
 def pair_of(x: jax.Array) -> Pair:
@@ -54,10 +53,6 @@ def log_of(pair: Pair) -> jax.Array:
     return multiply_add(log2(pair[1]), LN2, pair[0])
 
 
-def add(before: Any, after: Any) -> Any:
-    return tuple(x + y for x, y in zip(before, after, strict=True))
-
-
 def add_pairs(before: Any, after: Any, *, exp2: Any = jnp.exp2) -> Any:
     """Two log-sum-exps as one; with the library's exp2, since a scan takes no inline assembly."""
     (p, s), (q, t) = before, after
@@ -69,7 +64,7 @@ def shares_of(pair: Pair) -> Pair:
     """Of pairs [n, columns], the largest pivot [columns], and their sums below that one."""
     p, s = pair
     pivot = largest(p)
-    return pivot, s * exp2((p - pivot[None]) * LOG2E)
+    return pivot, below((p, s), pivot[None])
 
 
 def joined(pair: Pair) -> Pair:
@@ -83,16 +78,22 @@ def _exclusive(before: Any, after: Any) -> Any:
     return before[1] + after[0], before[1] + after[1]
 
 
-def running_sum(
-    x: jax.Array, start: jax.Array, *, reverse: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Running sums along a tile's positions, from `start` [columns], and the sum of the tile."""
-    inner = scan(add, (x,), reverse=True)[0] if reverse else jnp.cumsum(x, axis=0)
-    total = x.sum(axis=0)
-    if x.ndim == 2:
-        return start[None] + inner, total
-    before = sum_before(total, reverse=reverse)
-    return (start[None] + before)[None] + inner, total.sum(axis=0)
+def running(xs: list[jax.Array], before: Pair) -> tuple[jax.Array, list[jax.Array]]:
+    """A pivot for each group, and its running sums below that, from the pairs before."""
+    pivot = finite(functools.reduce(larger, xs, before[0]))
+    sums = itertools.accumulate(exponentials(xs, pivot), initial=below(before, pivot))
+    return pivot, list(sums)[1:]
+
+
+def running_sums(
+    xs: list[jax.Array], start: jax.Array, *, reverse: bool = False, mirrored: bool
+) -> tuple[list[jax.Array], jax.Array]:
+    """Of all groups, from `start` [columns], and the sum of them."""
+    xs = xs[::-1] if reverse else xs
+    totals = functools.reduce(jnp.add, xs)
+    before = start[None] + sum_before(totals, reverse=reverse != mirrored)
+    sums = list(itertools.accumulate(xs, initial=before))[1:]
+    return sums[::-1] if reverse else sums, totals.sum(axis=0)
 
 
 def sum_before(x: jax.Array, *, reverse: bool = False) -> jax.Array:
@@ -100,31 +101,22 @@ def sum_before(x: jax.Array, *, reverse: bool = False) -> jax.Array:
     return scan(_exclusive, (jnp.zeros_like(x), x), reverse=reverse)[0]
 
 
-def over(row: jax.Array, tile: jax.Array) -> jax.Array:
-    """[columns] or [groups, columns] with as many axes as a tile."""
-    return row.reshape((1,) * (tile.ndim - row.ndim) + row.shape)
+def pivot_of(xs: list[jax.Array], before: Pair) -> jax.Array:
+    """The largest [columns] of all groups and all before them, finite."""
+    return jnp.minimum(jnp.maximum(largest(functools.reduce(larger, xs)), before[0]), HUGE)
 
 
-def pivot_of(x: jax.Array, before: Pair) -> jax.Array:
-    """The largest of a tile and all before it, finite, in the shape of what was before."""
-    return jnp.minimum(jnp.maximum(largest(x, before[0].ndim), before[0]), HUGE)
+def below(pair: Pair, pivot: jax.Array) -> jax.Array:
+    """The sum below another pivot."""
+    return pair[1] * exp2((pair[0] - pivot) * LOG2E)
 
 
-def exponentials(x: jax.Array, before: Pair, pivot: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What was before the tile, and the tile, both below one pivot."""
-    start = before[1] * exp2((before[0] - pivot) * LOG2E)
-    return start, exp2((x - over(pivot, x)) * LOG2E)
-
-
-def total_of(x: jax.Array, before: Pair) -> Pair:
-    """The pair after a tile; or the pairs, one for each lane, if there are as many before."""
-    pivot = pivot_of(x, before)
-    start, e = exponentials(x, before, pivot)
-    return pivot, start + sum_of(e, pivot.ndim)
+def exponentials(xs: list[jax.Array], pivot: jax.Array) -> list[jax.Array]:
+    return [exp2((x - pivot) * LOG2E) for x in xs]
 
 
 def too_wide(
-    tile: Tile, columns: Columns, first: jax.Array, x_ref: Ref, before: Pair, pivot: jax.Array
+    tile: Steps, columns: Columns, first: jax.Array, x_ref: Ref, before: Pair, pivot: jax.Array
 ) -> jax.Array:
     """Whether some prefix may lie too far below the tile's pivot.
 
@@ -133,8 +125,8 @@ def too_wide(
     """
 
     def rarely() -> jax.Array:
-        x = tile.load_x(x_ref)
-        smallest = -largest(jnp.where(x == -jnp.inf, -jnp.inf, -x))
+        xs = [jnp.where(x == -jnp.inf, -jnp.inf, -x) for x in tile.load_x(x_ref)]
+        smallest = -largest(functools.reduce(larger, xs))
         floor = jnp.minimum(smallest, jnp.where(before[1] == 0, jnp.inf, before[0]))
         return any_of(~(pivot - floor <= SAFE))
 
@@ -145,7 +137,8 @@ def too_wide(
 
 
 def any_of(x: jax.Array) -> jax.Array:
-    return jnp.where(x, 1, 0).max() > 0
+    """Reduced over 32 copies as well: then the compiler knows that all lanes of a warp agree."""
+    return jnp.broadcast_to(jnp.where(x, 1, 0).max(), (32,)).max() > 0
 
 
 def exclusive_pairs(before: Any, after: Any) -> Any:
@@ -160,21 +153,8 @@ def at(x: jax.Array, i: int) -> jax.Array:
     return jnp.where(there.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0).sum(axis=0)
 
 
-def sum_of(x: jax.Array, ndim: int = 1) -> jax.Array:
-    """[columns]"""
-    while x.ndim > ndim:
-        x = x.sum(axis=0)
-    return x
-
-
-def fading_sum(before: Any, after: Any) -> Any:
-    """T of two stretches, `after` the earlier one; each below its own first o, (p, scale)."""
-    (p, scale, grad), (q, own_scale, own) = before, after
-    return q, own_scale, own + jnp.exp2((q - p) * LOG2E + (own_scale - scale)) * grad
-
-
 def exclusive_map(before: Any, after: Any) -> Any:
-    """W -> kept W + own, of all but the last, which comes first in a tile, and of all."""
+    """W -> kept W + own, of all but what was met last, and of all."""
     (_, _, kept, own), (a, b, c, d) = before, after
     return a * kept, a * own + b, c * kept, c * own + d
 

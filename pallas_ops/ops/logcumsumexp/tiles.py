@@ -1,157 +1,25 @@
-"""What a program of logcumsumexp sees: where its elements are, and sums that carry a pivot.
+"""What a program of logcumsumexp sees: where its elements are.
 
 A log-sum-exp is held as a pair: a finite pivot p and s = sum exp(x - p), so that it is exact
-however large p is. Tiles are [positions, columns], or [steps, groups, columns], where position
-group * steps + step is in a lane of its own with all its steps: a scan along them moves nothing
-between lanes.
+however large p is. What lanes go through in a tile is a list: an array [groups, columns] for each
+step: position group * steps + step (of a `mirrored` axis, from the last group on). All of a group's
+are one lane's, so that sums along them move nothing between lanes.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import fastmath, launch
-from pallas_ops.core.tiles import Ref, both, span
-from pallas_ops.core.triton_ext import pipelined
-from pallas_ops.ops.logcumsumexp.config import (
-    STEPS,
-    LogcumsumexpConfig,
-    Sizes,
-    choose,
-    choose_block_n,
-)
+from pallas_ops.core.tiles import Ref, both, span, stack, unstack
+from pallas_ops.ops.logcumsumexp.plan import Plan
 
 Pair = tuple[jax.Array, jax.Array]
 
 HUGE = float(jnp.finfo(jnp.float32).max)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The statics of a kernel body."""
-
-    s: Sizes
-    c: LogcumsumexpConfig
-    reverse: bool
-    clip: float | None
-
-    @property
-    def tiles(self) -> int:
-        return pl.cdiv(self.s.n, self.c.block_n)
-
-    @property
-    def column_blocks(self) -> int:
-        return pl.cdiv(self.s.c, self.c.block_c)
-
-    @property
-    def stepped(self) -> bool:
-        """Whether each lane steps through a stretch of a part."""
-        if self.s.last or self.s.n >= 2**30 or self.c.variant != "parallel":
-            return False
-        return self.c.num_parts > 1 and self.tiles > self.stretches and self.c.block_n <= STEPS
-
-    @property
-    def each(self) -> int:
-        """Tiles of such a stretch."""
-        return pl.cdiv(self.tiles, self.stretches * self.c.num_parts)
-
-    @property
-    def parts(self) -> int:
-        if self.stepped:
-            return pl.cdiv(self.tiles, self.stretches * self.each)
-        return min(self.c.num_parts, self.tiles)
-
-    @property
-    def covered(self) -> int:
-        """Positions of all programs."""
-        share = self.stretches * self.each if self.stepped else 1
-        return -(-self.tiles // share) * share * self.c.block_n
-
-    def part(self, i: jax.Array) -> tuple[Any, Any]:
-        """The first tile of the i-th part, and one past its last."""
-        if self.parts == 1:
-            return 0, self.tiles
-        return self.start(i), self.start(i + 1)
-
-    def start(self, i: Any) -> Any:
-        """The tiles before the i-th part, of 32 bits on the way too."""
-        if self.stepped:
-            return jnp.minimum(i * (self.stretches * self.each), self.tiles)
-        return i * (self.tiles // self.parts) + jnp.minimum(i, self.tiles % self.parts)
-
-    def through(
-        self, i: jax.Array, step: Callable[[Any, Any], Any], carry: Any, *, reverse: bool = False
-    ) -> Any:
-        """`step` of each tile of the i-th part."""
-        first, stop = self.part(i)
-        if self.parts == self.tiles:
-            return step(first, carry)
-
-        def one(k: jax.Array, carry: Any) -> Any:
-            k = pipelined(k, self.c.num_stages)
-            return step(stop - 1 - k if reverse else first + k, carry)
-
-        return lax.fori_loop(0, stop - first, one, carry)
-
-    @property
-    def block_exact(self) -> int:
-        return min(self.c.block_exact, self.c.block_n)
-
-    @property
-    def groups(self) -> int:
-        """Of a tile's positions: as many as there are lanes beside its columns."""
-        lanes = self.c.num_warps * 32 * max(1, 16 // self.s.itemsize)
-        return max(1, lanes // self.c.block_c)
-
-    @property
-    def stretches(self) -> int:
-        """Of a column's positions, for as many lanes: each loads two columns."""
-        if self.s.last or self.c.variant == "recurrence":
-            return 1
-        return max(1, self.c.num_warps * 64 // self.c.block_c)
-
-    def settled(self, x: jax.Array) -> jax.Array:
-        """What a loop loads, if its loads run ahead."""
-        return fastmath.settled(x) if self.c.num_stages > 1 else x
-
-    def view(self, x: jax.Array) -> jax.Array:
-        """[..., k, ...] as [b, k, c], or [rows, k] where the axis is the last."""
-        return x.reshape(self.s.c, -1) if self.s.last else x.reshape(self.s.b, -1, self.s.c)
-
-    def spec(self, size: int) -> pl.BlockSpec:
-        """All of a view with `size` positions, but its batch axis, which is the grid's last."""
-        if self.s.last:
-            return pl.BlockSpec((self.s.c, size), lambda *_: (0, 0))
-        return pl.BlockSpec((None, size, self.s.c), lambda *ids: (ids[-1], 0, 0))
-
-    def shape(self, size: int) -> jax.ShapeDtypeStruct:
-        """Of a view in float32."""
-        s = self.s
-        return jax.ShapeDtypeStruct((s.c, size) if s.last else (s.b, size, s.c), jnp.float32)
-
-
-def plan_of(
-    x: jax.Array,
-    axis: int,
-    block_n: int,
-    config: LogcumsumexpConfig | None,
-    *,
-    alone: bool = False,
-    backward: bool = False,
-    **statics: Any,
-) -> Plan:
-    """How to run along one axis of x, with tiles of `block_n` if they are remembered."""
-    s = Sizes.of(x.shape, axis, x.dtype.itemsize)
-    if config is None:
-        block_n = choose_block_n(s, alone=True) if alone else block_n
-        config = choose(s, block_n, backward=backward)
-    return Plan(s, config, **statics)
 
 
 class Columns:
@@ -161,6 +29,13 @@ class Columns:
         self.plan = plan
         self.column = block * plan.c.block_c + span(plan.c.block_c)
         self.inside = self.column < plan.s.c
+
+    def apart(self) -> "Columns":
+        """The same for a branch, whose addresses are to take none of the loop's registers."""
+        columns = copy.copy(self)
+        columns.column = fastmath.settled(self.column)
+        columns.inside = columns.column < self.plan.s.c
+        return columns
 
     def at(self, position: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """The index of one position in all columns."""
@@ -193,31 +68,28 @@ class Tile:
     """`size` positions of a program's columns: `first`, and one `every` so many."""
 
     def __init__(
-        self,
-        columns: Columns,
-        first: jax.Array,
-        size: int,
-        *,
-        grouped: bool = False,
-        every: int = 1,
+        self, columns: Columns, first: jax.Array, size: int, *, every: int = 1, groups: int = 0
     ) -> None:
         plan = columns.plan
         self.plan = plan
-        if grouped and not plan.s.last:
-            groups = min(size, plan.groups)
+        column, inside = columns.column[None], columns.inside[None]
+        offset = span(size)[:, None] * every
+        if groups:
+            column, inside = column[None], inside[None]
             steps = size // groups
             offset = span(groups)[None, :, None] * steps + span(steps)[:, None, None]
-            column, inside = columns.column[None, None], columns.inside[None, None]
+        if plan.mirrored:
+            stored = plan.s.n - size - first + offset
+            position, there = plan.s.n - 1 - stored, stored >= 0
         else:
-            offset = span(size)[:, None] * every
-            column, inside = columns.column[None], columns.inside[None]
-        position = first + offset
-        stored = plan.s.n - 1 - position if plan.reverse else position
+            position = first + offset
+            stored = plan.s.n - 1 - position if plan.reverse else position
+            there = position < plan.s.n
         if launch.is_interpreted():  # which writes back what is masked, so not into what is not
             stored = jnp.where(position < plan.s.n, stored, position)
         self.index = (column, stored) if plan.s.last else (stored, column)
         masks = (
-            position < plan.s.n if plan.s.n != plan.covered else None,
+            there if plan.s.n != plan.covered else None,
             inside if plan.s.c % plan.c.block_c else None,
         )
         shape = jnp.broadcast_shapes(position.shape, column.shape)
@@ -248,3 +120,62 @@ class Tile:
 
     def store(self, ref: Ref, value: jax.Array) -> None:
         plgpu.store(ref.at[self.index], value.astype(ref.dtype), mask=self.mask)
+
+
+class Steps:
+    """`size` positions of a program's columns, in `groups` of neighbours, each a lane's.
+
+    Lanes load up to 16 bytes at once, of several columns or along the last axis, and are then dealt
+    what is theirs.
+    """
+
+    def __init__(self, columns: Columns, first: jax.Array, size: int, groups: int) -> None:
+        self.plan, self.shape = columns.plan, (groups, columns.plan.c.block_c)
+        self.tile = Tile(columns, first, size, groups=0 if self.plan.s.last else groups)
+
+    def load(self, ref: Ref) -> list[jax.Array]:
+        return self._dealt(self.tile.load(ref))
+
+    def load_x(self, ref: Ref) -> list[jax.Array]:
+        return self._dealt(self.tile.load_x(ref))
+
+    def store(self, ref: Ref, steps: list[jax.Array]) -> None:
+        self.tile.store(ref, self._gathered(steps))
+
+    def store_dx(self, ref: Ref | None, x_ref: Ref, steps: Iterable[jax.Array]) -> None:
+        """Stores dx, the last step's first."""
+        self.tile.store_dx(ref, x_ref, self._gathered(list(steps)[::-1]))
+
+    def _dealt(self, x: jax.Array) -> list[jax.Array]:
+        if not self.plan.s.last:
+            return unstack(x.transpose(1, 2, 0))
+        steps = unstack(x.reshape(self.shape[0], -1, self.shape[1]).transpose(0, 2, 1))
+        return steps[::-1] if self.plan.mirrored else steps
+
+    def _gathered(self, steps: list[jax.Array]) -> jax.Array:
+        if not self.plan.s.last:
+            return stack(steps).transpose(2, 0, 1)
+        steps = steps[::-1] if self.plan.mirrored else steps
+        return stack(steps).transpose(0, 2, 1).reshape(-1, self.shape[1])
+
+
+class Rows:
+    """The same, but lanes load and store each step as it is, one or two columns at once."""
+
+    def __init__(self, columns: Columns, first: jax.Array, size: int, groups: int) -> None:
+        steps = size // groups
+        self.rows = [Tile(columns, first + k, groups, every=steps) for k in range(steps)]
+
+    def load(self, ref: Ref) -> list[jax.Array]:
+        return [row.load(ref) for row in self.rows]
+
+    def load_x(self, ref: Ref) -> list[jax.Array]:
+        return [row.load_x(ref) for row in self.rows]
+
+    def store(self, ref: Ref, steps: list[jax.Array]) -> None:
+        for row, step in zip(self.rows, steps, strict=True):
+            row.store(ref, step)
+
+    def store_dx(self, ref: Ref | None, x_ref: Ref, steps: Iterable[jax.Array]) -> None:
+        for row, step in zip(reversed(self.rows), steps, strict=True):
+            row.store_dx(ref, x_ref, step)
