@@ -50,6 +50,8 @@ class Table:
     dtype: str
     columns: list[Column]
     metrics: list[str]  # what was measured: names of report.METRICS
+    date: str
+    calls: int  # that times are medians of
     rows: list[Row] = dataclasses.field(default_factory=list)
 
     @property

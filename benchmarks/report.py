@@ -92,9 +92,10 @@ def _shown(cell: Cell, metric: Metric) -> str:
 
 
 def _footnotes(table: Table, metric: Metric) -> Iterator[str]:
-    """How far from the truth each provider came, and what is to be said of single cells."""
+    """When it was measured, how far from the truth all came, and what is to be said of cells."""
     names = [column.name for column in table.columns]
     if metric.name != "memory":
+        yield f"measured on {table.date}, medians of {table.calls} calls"
         truths = " or ".join(sorted({row.truth for row in table.rows}))
         worst = {n: max(row.cells[n].error or 0 for row in table.rows) for n in names}
         errors = ", ".join(f"{name} {error:.1e}" for name, error in worst.items() if error)
@@ -120,8 +121,7 @@ def _remark(cell: Cell, metric: Metric) -> str | None:
 def write(report: Report, folder: pathlib.Path) -> None:
     """OP-MODE.json and .md, and plots of memory and of kernel time, or wall-clock if there is none.
 
-    Tables of an earlier run in the same environment stay, unless measured again; the fewer calls of
-    the two are shown.
+    Tables of an earlier run in the same environment stay, unless measured again.
     """
     stem = folder / f"{report.op}-{report.tables[0].mode}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,12 +140,10 @@ def _merged(path: pathlib.Path, new: Report) -> Report:
         old = Report.from_json(path.read_text())
     except (OSError, ValueError, TypeError, KeyError):  # none, or of another form
         return new
-    calls = {"calls": min(old.environment["calls"], new.environment["calls"])}
-    environment = new.environment | calls
-    if old.environment | calls | {"date": environment["date"]} != environment:
+    if old.environment != new.environment:
         return new
     tables = {table.title: table for table in [*old.tables, *new.tables]}  # each in its place
-    return dataclasses.replace(new, environment=environment, tables=list(tables.values()))
+    return dataclasses.replace(new, tables=list(tables.values()))
 
 
 def _plot(report: Report, table: Table, metric: Metric, folder: pathlib.Path) -> None:

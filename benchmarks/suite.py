@@ -45,7 +45,7 @@ class Plan:
 
 def run(benchmark: Benchmark, plan: Plan, advance: Advance = lambda _: None) -> records.Report:
     """Everything in the plan, but peaks; a case that goes wrong does not stop the others."""
-    report = records.Report(op=benchmark.op, environment=environment(plan))
+    report = records.Report(op=benchmark.op, environment=environment())
     for dtype, point in plan.points():
         case = benchmark.case(cases.DTYPES[dtype], **point)
         title = case.title.format(metric="{metric}", mode=plan.mode, dtype=dtype)
@@ -57,6 +57,8 @@ def run(benchmark: Benchmark, plan: Plan, advance: Advance = lambda _: None) -> 
                 dtype=dtype,
                 columns=[provider.column() for provider in plan.providers],
                 metrics=_metrics(plan),
+                date=f"{datetime.now(UTC):%Y-%m-%d}",
+                calls=plan.calls,
             )
             report.tables.append(table)
         report.tables[-1].rows.append(_row(case, point, dtype, plan, advance))
@@ -166,7 +168,7 @@ def memory_case(benchmark: Benchmark, text: str) -> memory.Peak:
         return {"memory_reason": _reason(error)}
 
 
-def environment(plan: Plan) -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Where and how the numbers came about."""
     found = {
         "card": card(),
@@ -174,8 +176,6 @@ def environment(plan: Plan) -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "torch": getattr(sys.modules.get("torch"), "__version__", ""),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "calls": plan.calls,
         "cache": "cold" if timing.on_gpu() else "warm",
         "memory": "allocator's peak" if timing.on_gpu() else "XLA's plan, not measured",
     }

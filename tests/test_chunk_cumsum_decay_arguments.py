@@ -90,7 +90,7 @@ def test_float64_is_float32_without_x64(rng: Rng, dtype: Any) -> None:
     ("change", "message"),
     [
         (dict(block_n=24), "block_n is 24; accepted: a power of two"),
-        (dict(num_warps=0), "num_warps is 0; accepted: an int >= 1"),
+        (dict(num_warps=0), "num_warps is 0; accepted: an int from 1 to 32"),
         (dict(num_steps=8), "num_steps is 8; accepted: at most block_n, 4"),
     ],
 )

@@ -25,6 +25,7 @@ REFUSED = [
     (dict(x=jnp.zeros((2, 3), jnp.int32)), TypeError, "x.dtype is 'int32'; accepted: bfloat16"),
     (dict(axis=2), ValueError, r"axis is 2 and x.shape \(2, 3\); accepted: -x.ndim <= axis"),
     (dict(axis=1.0), TypeError, "axis is 1.0; accepted: an int"),
+    (dict(axis=True), TypeError, "axis is True; accepted: an int"),
     (dict(x=jnp.zeros(())), ValueError, r"axis is -1 and x.shape \(\)"),
     (dict(reverse=1), TypeError, "reverse is 1; accepted: True or False"),
     (dict(clip="1"), TypeError, "clip is '1'; accepted: a Python or NumPy real number"),
@@ -96,8 +97,9 @@ def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None
     ("change", "message"),
     [
         (dict(block_n=24), "block_n is 24; accepted: a power of two"),
-        (dict(num_parts=0), "num_parts is 0; accepted: an int >= 1"),
-        (dict(held_n=-1), "held_n is -1; accepted: an int >= 0"),
+        (dict(num_parts=0), "num_parts is 0; accepted: an int from 1 to 1048576"),
+        (dict(num_warps=64), "num_warps is 64; accepted: an int from 1 to 32"),
+        (dict(held_n=-1), "held_n is -1; accepted: an int from 0 to"),
         (dict(variant="scan"), "variant is 'scan'; accepted: 'parallel', 'recurrence'"),
     ],
 )

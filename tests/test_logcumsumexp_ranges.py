@@ -13,7 +13,7 @@ import pytest
 
 from pallas_ops import LogcumsumexpConfig
 from tests.logcumsumexp import arguments, assert_exact, both, loop, pulled
-from tests.support import assert_close, case, kernel_implementation, random_array
+from tests.support import assert_close, case, kernel_implementation, random_array, to_float64
 
 KERNEL = kernel_implementation()
 Rng = np.random.Generator
@@ -61,6 +61,16 @@ def test_every_config_is_exact_for_every_range(rng: Rng, config: dict[str, Any])
         xs = tuple(jnp.moveaxis(y, 0, kwargs["axis"]) for y in (x, state, do, dfinal))
         got = pulled(KERNEL, config=chosen, **kwargs)(*xs)
         assert_exact(got, loop(*xs, **kwargs), xs[2], kwargs["axis"])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_what_lies_far_below_a_later_number_keeps_its_digits(rng: Rng, axis: int) -> None:
+    """Below one pivot the error grows with the distance: 1.8e-6 at 24 bits, 1e-6 at 16."""
+    low = rng.uniform(-1, 1, 2048).astype(np.float32)
+    x = np.stack([low, low + rng.uniform(0, 17, 2048).astype(np.float32)], axis)
+    out, _ = both(KERNEL, axis=axis)(jnp.asarray(x))
+    error = np.abs(to_float64(out) - np.logaddexp.accumulate(x.astype(np.float64), axis))
+    assert (error <= 1.4e-6 * np.maximum(1, np.abs(x))).all(), error.max()
 
 
 def test_loads_that_run_ahead_reach_no_exact_tile(rng: Rng) -> None:

@@ -84,7 +84,7 @@ def test_grid_refusals(change: dict[str, Any], error: type[Exception], message: 
     [
         (dict(variant="rows"), "variant is 'rows'; accepted: 'sequence', 'block'"),
         (dict(block_n=3), "block_n is 3; accepted: a power of two"),
-        (dict(num_warps=0), "num_warps is 0; accepted: an int >= 1"),
+        (dict(num_warps=0), "num_warps is 0; accepted: an int from 1 to 32"),
         (dict(cache_angles=1), "cache_angles is 1; accepted: True or False"),
         (dict(num_parts=2), "num_parts is 2; accepted: 1, with variant='sequence'"),
         (dict(num_stages=2), "num_stages is 2; accepted: 1, with"),

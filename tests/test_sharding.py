@@ -128,6 +128,31 @@ def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bo
     assert whole or collectives.keys() == summing(op, layout)
 
 
+@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        partial(pallas_ops.logcumsumexp, axis=1),
+        partial(pallas_ops.lrpe_cosine, theta=np.ones((2, 4), np.float32)),
+        pallas_ops.chunk_cumsum_decay,
+    ],
+)
+def test_references_keep_explicit_types(rng: Rng, fn: Any, implementation: Any) -> None:
+    """Alone, and as the derivative of a kernel's derivative."""
+    mesh, x = cpu_mesh(AxisType.Explicit), random_array(rng, (4, 3, 2, 4))
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(fn(x, implementation=implementation) ** 2)
+
+    def second(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+
+    want = jax.jit(second)(x)
+    with jax.set_mesh(mesh):
+        (x,) = place(mesh, (x,), ("b n h d",), {"b": "x", "h": "y"})
+        assert_close(jax.jit(second)(x), want, terms=TERMS)
+
+
 def test_gradient_of_what_is_not_saved_is_sharded_like_it(rng: Rng) -> None:
     """Explicitly: lrpe_cosine without an activation keeps the type of x, and not x."""
     mesh, layout = cpu_mesh(AxisType.Explicit), {"b": "x", "h": "y"}

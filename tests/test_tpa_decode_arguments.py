@@ -78,9 +78,11 @@ def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(block_m=24), "block_m is 24; accepted: a power of two >= 16"),
-        (dict(num_splits=0), "num_splits is 0; accepted: an int >= 1"),
-        (dict(block_h=1.5), "block_h is 1.5; accepted: an int >= 1"),
+        (dict(block_m=24), "block_m is 24; accepted: a power of two"),
+        (dict(block_m=8), "block_m is 8; accepted: an int from 16 to 1048576"),
+        (dict(num_splits=0), "num_splits is 0; accepted: an int from 1 to"),
+        (dict(block_h=1.5), "block_h is 1.5; accepted: an int from 1 to"),
+        (dict(num_stages=True), "num_stages is True; accepted: an int from 1 to"),
     ],
 )
 def test_config_refuses(change: dict[str, Any], message: str) -> None:

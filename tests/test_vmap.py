@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +46,17 @@ def test_vmap_out_axes(rng: Rng, op: TestedOp) -> None:
     want = loop(compiled(op, "xla"), in_axes)(*xs)
     want = tuple(jnp.moveaxis(x, 0, axis) for x, axis in zip(want, out_axes, strict=True))
     assert_close(got, want, terms=TERMS)
+
+
+@every_op
+def test_vmap_over_nothing(rng: Rng, op: TestedOp) -> None:
+    in_axes = [0] * len(op.operands)
+    xs = [x[:0] for x in batched(rng, op, in_axes)]
+    want = jax.eval_shape(jax.vmap(compiled(op, "xla")), *xs)
+    got = jax.jit(jax.vmap(compiled(op, KERNEL)))(*xs)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    grads = jax.grad(weighted(jax.vmap(compiled(op, KERNEL)), got), op.argnums)(*xs)
+    chex.assert_trees_all_equal_shapes_and_dtypes(grads, tuple(xs[i] for i in op.argnums))
 
 
 def nested_mixes(op: TestedOp) -> dict[str, list[Axes]]:

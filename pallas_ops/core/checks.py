@@ -1,9 +1,10 @@
 """Refusals in our own words: what was given, and what would be accepted."""
 
+import dataclasses
 import functools
 import numbers
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, TypeVarTuple
 
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ IMPLEMENTATIONS = (None, "triton", "xla", "interpret")
 KERNEL_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 FLOAT_DTYPES = (*KERNEL_DTYPES, jnp.dtype("float64"))
 LONGEST = 2**31 - 1  # an axis that kernels can count along
+MAX_WARPS = 32  # of a program
+LARGEST = 2**20  # elements of a tile
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -66,7 +69,7 @@ def same_floating(arrays: Mapping[str, Any]) -> None:
 def axis(value: Any, shape: tuple[int, ...]) -> int:
     """An axis of x, counted from the front."""
     try:
-        index = operator.index(value)
+        index = operator.index(None if isinstance(value, bool) else value)
     except TypeError:
         raise TypeError(f"{_is('axis', value)}; accepted: an int") from None
     if not -len(shape) <= index < len(shape):
@@ -129,6 +132,23 @@ def number_or_none(name: str, value: Any) -> float | None:
             "traced value, multiply an input by it)"
         )
     return float(value)
+
+
+def launch_choices(
+    config: Any, *, powers_of_two: Collection[str], least: Mapping[str, int] | None = None
+) -> None:
+    """The ints among a config's fields are such as a launch can have; `least` if that is not 1."""
+    for field in dataclasses.fields(config):
+        name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
+        low, high = (least or {}).get(field.name, 1), LARGEST
+        if field.name == "num_warps":
+            high = MAX_WARPS
+        if field.type is not int:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"{_is(name, value)}; accepted: an int from {low} to {high}")
+        if field.name in powers_of_two and value & (value - 1):
+            raise ValueError(f"{_is(name, value)}; accepted: a power of two")
 
 
 def instance(name: str, value: Any, cls: type) -> None:

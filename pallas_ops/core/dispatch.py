@@ -78,6 +78,9 @@ class Bound:
         return call(*xs)
 
     def kernel(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
+        if not all(x.size for x in xs):  # vmapped over nothing
+            return self.reference(*xs)
+
         def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
             return self.op.kernel(*self.fill(xs), **dict(self.static))
 

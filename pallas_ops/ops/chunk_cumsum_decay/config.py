@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from pallas_ops.core import checks
 from pallas_ops.core.tiles import power_of_two
 
 LINE_BYTES = 256  # of columns side by side: half as many cost a third of the speed
@@ -33,16 +34,8 @@ class ChunkCumsumDecayConfig:
     num_parts: int = 1
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"ChunkCumsumDecayConfig.{name} is {value!r}; accepted: an int >= 1"
-                )
-            if value & (value - 1) and name not in ("num_stages", "num_parts"):
-                raise ValueError(
-                    f"ChunkCumsumDecayConfig.{name} is {value}; accepted: a power of two"
-                )
+        powers = "block_n", "block_c", "num_chunks", "num_steps", "num_warps"
+        checks.launch_choices(self, powers_of_two=powers)
         if self.num_steps > self.block_n:
             raise ValueError(
                 f"ChunkCumsumDecayConfig.num_steps is {self.num_steps}; accepted: at most block_n, "

@@ -71,7 +71,8 @@ def logcumsumexp_with_state(
 ) -> tuple[jax.Array, jax.Array]:
     """`logcumsumexp`, and the final state: float32, x's shape with length 1 on `axis`.
 
-    It is the initial state of what follows: a sequence may be split anywhere.
+    It is the initial state of what follows: a sequence may be split anywhere. (With `clip`, that
+    state is clipped as any other, so this holds up to `clip`. Of a float64 x it is float64.)
     """
     return _accumulate(x, initial_state, axis, reverse, clip, implementation, config)
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
+from pallas_ops.core import checks
 from pallas_ops.core.tiles import power_of_two
 
 ROW_ELEMENTS = 1024  # of a tile along the last axis
@@ -44,14 +45,8 @@ class LogcumsumexpConfig:
                 f"LogcumsumexpConfig.variant is {self.variant!r}; accepted: 'parallel', "
                 "'recurrence'"
             )
-        for name in [field.name for field in dataclasses.fields(self)][1:]:
-            value, least = getattr(self, name), 0 if name == "held_n" else 1
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"LogcumsumexpConfig.{name} is {value!r}; accepted: an int >= {least}"
-                )
-            if value & (value - 1) and name not in ("held_n", "num_parts", "num_stages"):
-                raise ValueError(f"LogcumsumexpConfig.{name} is {value}; accepted: a power of two")
+        powers = "block_n", "block_c", "block_exact", "num_warps"
+        checks.launch_choices(self, powers_of_two=powers, least={"held_n": 0})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

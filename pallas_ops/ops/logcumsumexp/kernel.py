@@ -1,7 +1,7 @@
 """How logcumsumexp runs forward: the launchers first, then the kernel bodies.
 
 A tile is summed below one pivot, the largest number met so far, where that loses nothing: no prefix
-lies more than a factor of 2**24 below it. Otherwise it is read again, in smaller tiles, and pivot
+lies more than a factor of 2**16 below it. Otherwise it is read again, in smaller tiles, and pivot
 and sum follow every step.
 """
 

@@ -72,8 +72,10 @@ def running(
     dtype = wide(x.dtype)
     y = clamp(jnp.moveaxis(x.astype(dtype), axis, 0), clip)
     y = jnp.flip(y, 0) if reverse else y
-    start = jnp.full(y.shape[1:], -jnp.inf, dtype) if initial is None else initial.astype(dtype)
-    y = jnp.concatenate([start[None], y])
+    y = lax.pad(y, jnp.array(-jnp.inf, dtype), [(1, 0, 0), *[(0, 0, 0)] * (y.ndim - 1)])
+    if initial is not None:
+        is_start = jnp.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) == 0
+        y = jnp.where(is_start, initial.astype(dtype)[None], y)
     pivot = lax.cummax(lax.stop_gradient(finite(y)), axis=0)
     fade = jnp.exp(jnp.concatenate([pivot[:1], pivot[:-1]]) - pivot)
     return pivot, lax.associative_scan(_linear, (fade, jnp.exp(y - pivot)))[1]

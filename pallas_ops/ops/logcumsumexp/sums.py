@@ -18,7 +18,7 @@ from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Steps, Tile
 
 LN2 = math.log(2)
 FAR = 1e30  # log2 of what is infinite
-FAINT = 2.0**-24  # of its pivot: if a prefix is smaller, the logarithm loses digits
+FAINT = 2.0**-16  # of its pivot: if a prefix is smaller, its logarithm loses digits
 SAFE = -math.log(FAINT)  # how far below the pivot a prefix may lie
 
 

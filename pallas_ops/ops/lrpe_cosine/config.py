@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from pallas_ops.core import checks
 from pallas_ops.core.tiles import power_of_two
 from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
 
@@ -47,12 +48,7 @@ class LrpeCosineConfig:
             raise ValueError(
                 f"LrpeCosineConfig.cache_angles is {self.cache_angles!r}; accepted: True or False"
             )
-        for name in ("block_n", "block_d", "block_b", "num_parts", "num_warps", "num_stages"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"LrpeCosineConfig.{name} is {value!r}; accepted: an int >= 1")
-            if value & (value - 1) and name in ("block_n", "block_d", "num_warps"):
-                raise ValueError(f"LrpeCosineConfig.{name} is {value}; accepted: a power of two")
+        checks.launch_choices(self, powers_of_two=("block_n", "block_d", "num_warps"))
         unused = ["block_b"] if self.variant == "block" else ["num_parts"]
         if self.variant == "sequence" and self.block_b == 1:
             unused.append("num_stages")  # there is no loop

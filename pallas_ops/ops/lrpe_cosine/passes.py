@@ -81,7 +81,7 @@ def backward(
     **static: Any,
 ) -> tuple[jax.Array]:
     del pivot, share, static["config"]
-    x = jnp.zeros((*dout.shape[:3], dout.shape[4]), dout.dtype) if x is None else x
+    x = jnp.zeros_like(dout[:, :, :, 0]) if x is None else x
     turn = _turns(x.shape[-1], theta, offset, positions, **static) if cached is None else cached
     (dx,) = jax.vjp(lambda x: _turned(x, turn, **static), x)[1](dout)
     return (dx,)

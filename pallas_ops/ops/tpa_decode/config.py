@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
+from pallas_ops.core import checks
+
 SHARED_MEMORY = 232_448  # bytes, of a program on Hopper
 
 
@@ -24,18 +26,8 @@ class TpaDecodeConfig:
     num_stages: int = 3
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"TpaDecodeConfig.{field.name} is {value!r}; accepted: an int >= 1"
-                )
-        for name, least in (("block_m", 16), ("block_n", 1), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(
-                    f"TpaDecodeConfig.{name} is {value}; accepted: a power of two >= {least}"
-                )
+        powers = "block_n", "block_m", "num_warps"
+        checks.launch_choices(self, powers_of_two=powers, least={"block_m": 16})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
