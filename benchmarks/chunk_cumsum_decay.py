@@ -14,7 +14,7 @@ from pallas_ops import ChunkCumsumDecayConfig, chunk_cumsum_decay, reference
 
 HEADS, SEQUENCES = 16, 61
 FORWARD: dict[str, Any] = dict(reverse=False)
-REVERSE: dict[str, Any] = dict(reverse=True, shift="sequence")  # what the seeds call reverse_True
+REVERSE: dict[str, Any] = dict(reverse=True, shift="sequence")  # which tables call reverse_True
 
 # Batch, width and options. Packed sequences stand in one row as long as the batch.
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {

@@ -30,7 +30,7 @@ def wide(x: jax.Array, *, axis: int) -> jax.Array:
     return jnp.where(row % 10 == 0, jnp.asarray(60, x.dtype) * x, x)
 
 
-# Axis, and what to make of normal numbers. `last` is the seeds' case: rows of 2,048.
+# Axis, and what to make of normal numbers. `last` has rows of 2,048.
 CASES: dict[str, tuple[int, Data | None]] = {
     "last": (2, None),
     "last-padded": (2, partial(padded, axis=2)),

@@ -15,7 +15,7 @@ from pallas_ops import LrpeCosineConfig, lrpe_cosine, reference
 BATCH, HEADS, DIM = 12, 12, 128
 LONG = 131_072  # tokens of a single batch element, which shares its angles with no other
 
-# What to measure; the seeds have the first four. `theta` has its gradient taken as well.
+# What to measure. `theta` has its gradient taken as well.
 CASES: dict[str, dict[str, Any]] = {
     "act_none": {},
     "act_silu": dict(act="silu"),

@@ -10,7 +10,7 @@ from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
 from benchmarks.lrpe_cosine import BATCH, DIM, HEADS, by_token, rates
 from pallas_ops import LrpeCosineConfig, md_lrpe_cosine, reference
 
-# The seeds' sizes: n tokens in one dimension, n * n in two, n * n * n in three.
+# Sizes: n tokens in one dimension, n * n in two, n * n * n in three.
 SIZES = {1: [2**k for k in range(8, 16)], 2: [16, 32, 64, 128], 3: [4, 8, 16, 32]}
 SMALL = {1: [6], 2: [3], 3: [2]}
 

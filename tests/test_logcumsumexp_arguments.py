@@ -83,6 +83,12 @@ def test_kernels_count_in_32_bits(shape: tuple[int, ...], axis: int, what: str |
             jax.eval_shape(partial(pallas_ops.logcumsumexp, axis=axis, implementation="triton"), x)
 
 
+def test_the_summed_axis_has_a_known_size() -> None:
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, n"), jnp.float32)
+    with pytest.raises(ValueError, match=r"x.shape is \(b, n\); accepted: .* not on axis 1"):
+        jax.export.export(jax.jit(pallas_ops.logcumsumexp))(x)
+
+
 def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None:
     with jax.enable_x64(True):
         xs = tuple(random_array(rng, shape, jnp.float64) for shape in ((9, 2), (1, 2)) * 2)

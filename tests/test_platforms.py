@@ -118,6 +118,19 @@ jax.make_jaxpr(jax.vmap(op.fn))(*[jax.ShapeDtypeStruct((2, *x.shape), x.dtype) f
 
 
 @every_op
+def test_export_of_open_sizes_runs_the_reference(rng: Rng, op: TestedOp) -> None:
+    (b,) = jax.export.symbolic_shape("b")
+    xs = jax.device_put(op.arguments(rng, b=3), jax.devices("cpu")[0])
+    sizes = dict(op.sizes) | {"b": b}
+    shapes = ([sizes[axis] for axis in axes.split()] for axes in op.operands)
+    structs = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, xs, strict=True)]
+    exported = jax.export.export(jax.jit(op.fn), platforms=("cpu", "cuda"))(*structs)
+    assert_close(tuple(exported.call(*xs)), compiled(op, "xla")(*xs), terms=TERMS)
+    with pytest.raises(ValueError, match="is 'triton', whose kernel does not take symbolic sizes"):
+        jax.export.export(jax.jit(partial(op.fn, implementation="triton")))(*structs)
+
+
+@every_op
 def test_export_for_cpu_and_cuda(rng: Rng, op: TestedOp) -> None:
     xs = jax.device_put(op.arguments(rng), jax.devices("cpu")[0])
     weights = random_weights(rng, op, xs)

@@ -133,7 +133,7 @@ def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bo
     "fn",
     [
         partial(pallas_ops.logcumsumexp, axis=1),
-        partial(pallas_ops.lrpe_cosine, theta=np.ones((2, 4), np.float32)),
+        lambda x, **kwargs: pallas_ops.lrpe_cosine(x, jnp.ones((2, 4)), **kwargs),
         pallas_ops.chunk_cumsum_decay,
     ],
 )
@@ -145,7 +145,8 @@ def test_references_keep_explicit_types(rng: Rng, fn: Any, implementation: Any) 
         return jnp.sum(fn(x, implementation=implementation) ** 2)
 
     def second(x: jax.Array) -> jax.Array:
-        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+        ddx: jax.Array = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+        return ddx
 
     want = jax.jit(second)(x)
     with jax.set_mesh(mesh):

@@ -69,7 +69,9 @@ def same_floating(arrays: Mapping[str, Any]) -> None:
 def axis(value: Any, shape: tuple[int, ...]) -> int:
     """An axis of x, counted from the front."""
     try:
-        index = operator.index(None if isinstance(value, bool) else value)
+        index = operator.index(value)
+        if isinstance(value, bool):
+            raise TypeError
     except TypeError:
         raise TypeError(f"{_is('axis', value)}; accepted: an int") from None
     if not -len(shape) <= index < len(shape):
@@ -88,6 +90,9 @@ def kernel_or_reference(
     implementation: Implementation | None, dtype: Any, sizes: Mapping[str, int]
 ) -> Implementation | None:
     """The reference for what no kernel takes (float64, an axis of size 0); else as asked."""
+    unknown = [name for name, size in sizes.items() if not isinstance(size, int)]
+    if unknown:  # of `jax.export`
+        return reference_instead(implementation, f"symbolic sizes ({', '.join(unknown)})")
     empty = [name for name, size in sizes.items() if size == 0]
     if empty:
         return reference_instead(implementation, f"an axis of size 0 ({', '.join(empty)})")

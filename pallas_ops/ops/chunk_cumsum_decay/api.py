@@ -124,11 +124,12 @@ def _check(
         )
     if bounds is not None:
         _check_bounds(jax.ShapeDtypeStruct(*bounds))
-    if bounds is not None or chunk_size < shape[axis]:
+    length = shape[axis] if isinstance(shape[axis], int) else checks.LONGEST
+    if bounds is not None or chunk_size < length:
         _check_parts(config)
     return vjp.Params(
         axis=axis,
-        chunk_size=max(1, min(int(chunk_size), shape[axis])),
+        chunk_size=max(1, min(int(chunk_size), length)),
         reverse=reverse,
         shift=shift,
         scale=scale,
@@ -162,6 +163,8 @@ def _implementation(
     sizes = {f"axis {i}": size for i, size in enumerate(shape)}
     for dtype in dtypes:
         implementation = checks.kernel_or_reference(implementation, dtype, sizes)
+    if implementation == "xla":
+        return implementation
     parts = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
     if max(parts) > vjp.TOO_LONG:
         of = f"{max(parts)} numbers along, before or behind the axis"

@@ -110,6 +110,8 @@ def _check(
     shape, dtype = x
     checks.same_floating({"x": jax.ShapeDtypeStruct(shape, dtype)})
     axis = checks.axis(axis, shape)
+    if not isinstance(shape[axis], int):
+        raise ValueError(f"x.shape is {shape}; accepted: symbolic sizes, but not on axis {axis}")
     if not isinstance(reverse, bool):
         raise TypeError(f"reverse is {reverse!r}; accepted: True or False")
     clip = checks.number_or_none("clip", clip)
@@ -117,19 +119,32 @@ def _check(
         raise ValueError(f"clip is {clip!r}; accepted: None or a number >= 0")
     if initial is not None:
         _check_initial(*initial, (*shape[:axis], 1, *shape[axis + 1 :]))
-    columns = math.prod(shape[axis + 1 :])
-    sizes = {f"axis {i}": size for i, size in enumerate(shape)}
-    sizes |= {"all before it": max(1, math.prod(shape[:axis])), "all behind it": max(1, columns)}
+    implementation = _implementation(implementation, shape, axis, dtype)
+    block_n = 1
+    if implementation != "xla":
+        s = Sizes.of(shape, axis, jnp.dtype(dtype).itemsize)
+        block_n = config.block_n if config else choose_block_n(s)
     return vjp.Params(
         axis=axis,
         reverse=reverse,
         clip=clip,
-        block_n=config.block_n
-        if config
-        else choose_block_n(Sizes.of(shape, axis, jnp.dtype(dtype).itemsize)),
-        implementation=checks.kernel_or_reference(implementation, dtype, sizes),
+        block_n=block_n,
+        implementation=implementation,
         config=config,
     )
+
+
+def _implementation(
+    implementation: Implementation | None, shape: tuple[int, ...], axis: int, dtype: Any
+) -> Implementation | None:
+    """The reference for what no kernel takes, else as asked."""
+    sizes = {f"axis {i}": size for i, size in enumerate(shape)}
+    implementation = checks.kernel_or_reference(implementation, dtype, sizes)
+    if implementation == "xla":
+        return implementation
+    before, behind = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+    sizes = {"all before it": before, "all behind it": behind}
+    return checks.kernel_or_reference(implementation, dtype, sizes)
 
 
 def _check_initial(shape: tuple[int, ...], dtype: Any, want: tuple[int, ...]) -> None:

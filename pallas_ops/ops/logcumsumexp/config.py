@@ -23,7 +23,7 @@ class LogcumsumexpConfig:
     `block_c` columns (rows, when the axis is the last). In parts along another axis than the last,
     with up to 16 positions at a time, each lane goes through a stretch of its own; going forward,
     the sums of its last `held_n` positions stay in registers, not to be made twice. Else the
-    variant `parallel` (the seeds' ptr) holds them as a tile, in which each lane sums a group of
+    variant `parallel` (xopes' ptr) holds them as a tile, in which each lane sums a group of
     neighbours, and groups are scanned; `recurrence` (rtr) steps through them, every column in a
     lane of its own. Where a tile's range is too wide for one pivot, it is done again exactly,
     `block_exact` positions at a time. Going backward, what was remembered of the forward pass is a

@@ -35,9 +35,9 @@ def lrpe_cosine(
     so that inner products of queries and keys thus turned depend on the distance of their
     positions, as cos((m - n) theta) does.
 
-    Computed in float32 and returned in the dtype of x. Angles are right at any position: for those
-    up to 2**24 and |theta| <= 4, cos and sin are within 1e-5 of their float64 values, where a
-    float32 product of position and theta has lost the phase.
+    Computed in float32 and returned in the dtype of x. For positions up to 2**24 and |theta| <= 4,
+    cos and sin are within 1e-5 of their float64 values, where a float32 product of position and
+    theta has lost the phase.
 
     Args:
       x: [B, N, H, D], or [B, H, N, D] with layout="BHND", or [B, N, D]; bfloat16, float16, float32

@@ -18,13 +18,13 @@ SPREAD_ELEMENTS = 2**22  # of x, from which on a grid's theta is worth a copy
 class LrpeCosineConfig:
     """Launch choices, forward and backward.
 
-    The variant `sequence` (the seeds' Sp) gives a program `block_n` rows, which are tokens of one
+    The variant `sequence` (xopes' Sp) gives a program `block_n` rows, which are tokens of one
     head or heads of one token, whichever lie side by side, and `block_b` batch elements, which
     share the angles. The variant `block` (Bp) gives it one head's `block_d` features and lets it
     walk the sequence, `block_n` tokens at a time: it alone does the softmax over the sequence. In
     `num_parts` parts, it walks for what the softmax needs of all tokens; `sequence` does the rest.
 
-    With `cache_angles` (the seeds' Tri Ca), angles are computed once, kept in memory, and read,
+    With `cache_angles` (xopes' Tri Ca), angles are computed once, kept in memory, and read,
     also going backward.
 
     theta's gradient has a launch of its own (`choose_walk`), which by default makes x's, too.

@@ -39,9 +39,8 @@ class Params:
     @property
     def static(self) -> dict[str, Any]:
         """Those of the kernels."""
-        fields = dataclasses.asdict(self) | {"config": self.config}
-        del fields["implementation"]
-        return fields
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in names if name != "implementation"}
 
 
 def reference(

@@ -13,7 +13,7 @@ class TpaDecodeConfig:
     """Launch choices of the forward kernel.
 
     A program takes `block_n` queries of `block_h` heads and one of `num_splits` parts of the keys,
-    `block_m` keys at a time. One split and all heads is "parallel over b" (the seeds' trb),
+    `block_m` keys at a time. One split and all heads is "parallel over b" (xopes' trb),
     one split and one head "over b and h" (trbh), several splits "over b and n" (trbn): their
     partial results are merged by a second kernel.
     """
