@@ -40,9 +40,10 @@ def tpa_decode(
     and neither k nor v is ever materialised. Query n of N is token length - N + n of the cache: it
     sees keys m < length - (N - 1 - n).
 
-    Computed in float32 and returned in the dtype of the factors; nothing is rounded to 16 bits on
-    the way (a float32 side of a tensor-core product keeps 16 bits or more, and 21 where scores are
-    made for the log-sum-exp).
+    Computed in float32 and returned in the dtype of the factors; nothing on the way has a 16-bit
+    dtype. In tensor-core products a float32 side keeps 16 significant bits or more, and 21 where
+    scores are made for the log-sum-exp. Gradients whose tiles do not fit the card (more than 256
+    queries times heads, wide float32 factors) are computed by the reference's derivative.
 
     Args:
       aq: query head factors [B, N, H, R]; bfloat16, float16, float32 (float64 runs the reference).
