@@ -145,9 +145,8 @@ def launch_choices(
     """The ints among a config's fields are such as a launch can have; `least` if that is not 1."""
     for field in dataclasses.fields(config):
         name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
-        low, high = (least or {}).get(field.name, 1), LARGEST
-        if field.name == "num_warps":
-            high = MAX_WARPS
+        low = (least or {}).get(field.name, 1)
+        high = MAX_WARPS if field.name == "num_warps" else LARGEST
         if field.type is not int:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
