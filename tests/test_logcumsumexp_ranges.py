@@ -13,7 +13,14 @@ import pytest
 
 from pallas_ops import LogcumsumexpConfig
 from tests.logcumsumexp import arguments, assert_exact, both, loop, pulled
-from tests.support import assert_close, case, kernel_implementation, random_array, to_float64
+from tests.support import (
+    assert_close,
+    case,
+    in_float64,
+    kernel_implementation,
+    random_array,
+    to_float64,
+)
 
 KERNEL = kernel_implementation()
 Rng = np.random.Generator
@@ -65,12 +72,43 @@ def test_every_config_is_exact_for_every_range(rng: Rng, config: dict[str, Any])
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_what_lies_far_below_a_later_number_keeps_its_digits(rng: Rng, axis: int) -> None:
-    """Below one pivot the error grows with the distance: 1.8e-6 at 24 bits, 1e-6 at 16."""
+    """Below one pivot the error grows with the distance: 1.3e-6 at 16 bits, 2.8e-6 at 24."""
     low = rng.uniform(-1, 1, 2048).astype(np.float32)
     x = np.stack([low, low + rng.uniform(0, 17, 2048).astype(np.float32)], axis)
     out, _ = both(KERNEL, axis=axis)(jnp.asarray(x))
     error = np.abs(to_float64(out) - np.logaddexp.accumulate(x.astype(np.float64), axis))
-    assert (error <= 1.4e-6 * np.maximum(1, np.abs(x))).all(), error.max()
+    assert (error <= 2e-6 * np.maximum(1, np.abs(x))).all(), error.max()
+
+
+LONG = [
+    case(axis=0),  # the reference
+    case(axis=0, block_n=8, block_c=8),
+    case(axis=1, reverse=True, block_n=16, block_c=8, block_exact=8, wide=True),
+    case(axis=0, block_n=16, block_c=8, block_exact=16, num_parts=2),
+    case(axis=0, block_n=2, block_c=8, num_parts=2, wide=True),
+    case(axis=0, block_n=4, block_c=8, num_parts=2, held_n=4),
+    case(axis=0, variant="recurrence", block_n=4, block_c=8),
+]
+
+
+@pytest.mark.parametrize("config", LONG)
+def test_many_small_numbers_come_to_something(rng: Rng, config: dict[str, Any]) -> None:
+    """One by one they are lost in what is far larger, always to the same side."""
+    n = 8192
+    i, noise = np.arange(n), rng.standard_normal(n)
+    sink = np.where(i == 0, 0, -16.7 + 0.1 * noise)
+    late = np.where(i == n // 3, 0, -16.64)
+    spike = np.where(i == 0, 20, noise)
+    slope = i * 33 * 2.0**-25  # at each position the sum fades by an odd number of half ulps
+    stairs = 12.0 * (i // 4) if config.get("wide") else noise
+    x = np.stack([sink, late, spike, slope, stairs], 1)
+    kwargs = {"axis": config["axis"], "reverse": config.get("reverse", False)}
+    arrays = x[:: 1 - 2 * kwargs["reverse"]], np.full((1, 5), -np.inf), x**0, np.ones((1, 5))
+    xs = [jnp.asarray(np.moveaxis(y, 0, kwargs["axis"]), jnp.float32) for y in arrays]
+    chosen = {k: v for k, v in config.items() if k not in (*kwargs, "wide")}
+    kernel = (KERNEL, LogcumsumexpConfig(**chosen)) if chosen else ("xla", None)
+    got = pulled(kernel[0], config=kernel[1], **kwargs)(*xs)
+    assert_exact(got, in_float64(pulled("xla", **kwargs), *xs), xs[2], kwargs["axis"])
 
 
 def test_loads_that_run_ahead_reach_no_exact_tile(rng: Rng) -> None:

@@ -17,16 +17,18 @@ from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence, kernel_
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
 from pallas_ops.ops.logcumsumexp.sums import (
-    below,
+    carried,
     exponentials,
     initial_pair,
     log_of,
     pivot_of,
+    plus,
     repeat,
     running_sums,
+    sunk,
     too_wide,
 )
-from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Rows, Steps
+from pallas_ops.ops.logcumsumexp.tiles import Carry, Columns, Rows, Steps
 
 
 def forward(
@@ -82,10 +84,10 @@ def _forward_kernel(
     step = kernel_recurrence.forward if plan.c.variant == "recurrence" else _tile
     mark_refs, words = other_refs[: 2 * save], other_refs[2 * save :]
 
-    def tile(t: jax.Array, pair: Pair) -> Pair:
+    def tile(t: jax.Array, carry: Carry) -> Carry:
         if save:
-            columns.put_pair(mark_refs, t, pair)
-        return step(columns, t * plan.c.block_n, pair, x_ref, out_ref, plan.c.block_n)
+            columns.put_pair(mark_refs, t, carry[:2])
+        return step(columns, t * plan.c.block_n, carry, x_ref, out_ref, plan.c.block_n)
 
     pair = initial_pair(columns, initial_ref)
     if plan.stepped:
@@ -96,7 +98,7 @@ def _forward_kernel(
             own = kernel_parts.total(columns, i, x_ref)
             kernel_parts.put(columns, words, i, own)
             pair = kernel_parts.before(columns, i, words, own, pair)
-        pair = plan.through(i, tile, pair)
+        pair = plan.through(i, tile, carried(pair))[:2]
 
     @pl.when(i == plan.parts - 1)
     def _() -> None:
@@ -106,9 +108,9 @@ def _forward_kernel(
 
 
 def _tile(
-    columns: Columns, first: jax.Array, before: Pair, x_ref: Ref, out_ref: Ref, size: int
-) -> Pair:
-    """The positions from `first` on, and the pair after them."""
+    columns: Columns, first: jax.Array, before: Carry, x_ref: Ref, out_ref: Ref, size: int
+) -> Carry:
+    """The positions from `first` on, and the sum after them."""
     plan = columns.plan
     groups = plan.groups(size, columns=2)
     tile = Steps(columns, first, size, groups)
@@ -116,20 +118,20 @@ def _tile(
     xs = tile.load_x(x_ref)
     pivot = pivot_of(xs, before)
 
-    def plain() -> Pair:
-        start = below(before, pivot)
+    def plain() -> Carry:
+        start, lost = sunk(before, pivot)
         sums, total = running_sums(exponentials(xs, pivot[None]), start, mirrored=plan.mirrored)
         out.store(out_ref, [log_of((pivot[None], s)) for s in sums])
-        return pivot, start + total
+        return pivot, *plus(start, lost, total)
 
-    def exact() -> Pair:
+    def exact() -> Carry:
         part, apart = plan.block_exact, columns.apart()
 
-        def step(k: jax.Array, pair: Pair) -> Pair:
-            return kernel_recurrence.forward(apart, first + k * part, pair, x_ref, out_ref, part)
+        def step(k: jax.Array, carry: Carry) -> Carry:
+            return kernel_recurrence.forward(apart, first + k * part, carry, x_ref, out_ref, part)
 
-        after: Pair = repeat(size // part, step, before)
+        after: Carry = repeat(size // part, step, before)
         return after
 
-    pair: Pair = lax.cond(too_wide(tile, columns, first, x_ref, before, pivot), exact, plain)
-    return pair
+    carry: Carry = lax.cond(too_wide(tile, columns, first, x_ref, before, pivot), exact, plain)
+    return carry

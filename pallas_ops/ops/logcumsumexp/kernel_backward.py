@@ -1,9 +1,9 @@
 """How the gradient of logcumsumexp runs: x is read again, and o never needed.
 
-With pairs (p, s) of all up to i, and W the gradient of the state after a tile: below one pivot,
-dx_j = exp(x_j - p) (sum_{i>=j} do_i / s_i + W / s_last), and W of the state before is that sum over
-the whole tile, times exp(p_before - p) s_before. Where a tile's range is too wide for one pivot,
-T_i = do_i + exp(o_i - o_{i+1}) T_{i+1}, step by step, gives dx_i = exp(x_i - o_i) T_i.
+With pairs (p, s) of all up to i, and U the gradient of s after a tile: below one pivot,
+dx_j = exp(x_j - p) (sum_{i>=j} do_i / s_i + U), and U before the tile is that sum over all of it:
+nothing but a sum, so that it drifts nowhere. Where another pivot is in use, U takes a factor. Where
+a tile's range is too wide for one pivot, both follow every step.
 """
 
 from functools import partial
@@ -21,14 +21,16 @@ from pallas_ops.ops.logcumsumexp.kernel_recurrence import Refs
 from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
 from pallas_ops.ops.logcumsumexp.sums import (
     below,
+    carried,
     exponentials,
     inverse,
-    pivot_of,
+    plus,
     repeat,
+    risen,
     running_sums,
     too_wide,
 )
-from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Steps
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Steps
 
 
 def backward(
@@ -79,7 +81,7 @@ def _backward_kernel(
     if plan.stepped:
         grad = kernel_stretches_backward.backward(columns, i, words, marks, dfinal_ref, refs)
     else:
-        behind = columns.row(dfinal_ref, 0)
+        behind = kernel_parts.last(columns, marks, dfinal_ref)
         if words:
             nothing = jnp.zeros_like(behind)
             own = _tiles(columns, i, nothing, marks, (x_ref, do_ref, None))
@@ -90,56 +92,61 @@ def _backward_kernel(
     @pl.when(i == 0)
     def _() -> None:
         _, s = columns.pair(marks, 0)
-        columns.put_row(dinitial_ref, 0, jnp.where(s == jnp.inf, jnp.nan, grad))
+        columns.put_row(dinitial_ref, 0, jnp.where(s == jnp.inf, jnp.nan, s * grad))
 
 
 def _tiles(
     columns: Columns, i: jax.Array, behind: jax.Array, marks: tuple[Ref, Ref], refs: Refs
 ) -> jax.Array:
-    """Goes through the tiles of the i-th part, from last to first."""
+    """Goes through the i-th part from its last tile on; the gradient of the sum before it."""
     plan = columns.plan
     step = kernel_recurrence.backward if plan.c.variant == "recurrence" else _tile
     size = plan.c.block_n
 
-    def tile(t: jax.Array, behind: jax.Array) -> jax.Array:
-        return step(columns, t * size, columns.pair(marks, t), behind, refs, size)
+    def tile(t: jax.Array, grad: Pair) -> Pair:
+        before = carried(columns.pair(marks, t))
+        pivot = plan.settled(columns.row(marks[0], t + 1, -HUGE))
+        return step(columns, t * size, before, (pivot, *grad), refs, size)
 
-    grad: jax.Array = plan.through(i, tile, behind, reverse=True)
+    grad: jax.Array = plan.through(i, tile, (behind, jnp.zeros_like(behind)), reverse=True)[0]
     return grad
 
 
 def _tile(
-    columns: Columns, first: jax.Array, before: Pair, behind: jax.Array, refs: Refs, size: int
-) -> jax.Array:
-    """dx from `first` on; the gradient of the state before, from `behind`, that after."""
+    columns: Columns, first: jax.Array, before: Carry, grad: Carry, refs: Refs, size: int
+) -> Pair:
+    """dx from `first` on; the gradient of the sum before, from that of the sum after."""
     x_ref, do_ref, dx_ref = refs
     plan = columns.plan
     tile = Steps(columns, first, size, plan.groups(size, columns=1))
     xs, dos = tile.load_x(x_ref), tile.load(do_ref)
-    pivot = pivot_of(xs, before)
+    pivot, behind, lost = grad
 
-    def plain() -> jax.Array:
+    def plain() -> Pair:
         start, es = below(before, pivot), exponentials(xs, pivot[None])
         sums, total = running_sums(es, start, mirrored=plan.mirrored)
-        tail = behind * inverse(start + total)
         shares = [do * inverse(s) for do, s in zip(dos, sums, strict=True)]
+        # `behind` as it is, but not ahead of all sums: the order that takes the fewest registers.
+        tail = jnp.where(total < 0, 0.0, behind)
         grads, whole = running_sums(shares, tail, reverse=True, mirrored=plan.mirrored)
         dxs = [e * grad for e, grad in zip(es, grads, strict=True)]
         tile.store_dx(dx_ref, x_ref, reversed(dxs))
-        return jnp.where(start == jnp.inf, 0.0, start) * (whole + tail)  # which may be NaN
+        return risen((pivot, *plus(behind, lost, whole)), before[0])
 
-    def exact() -> jax.Array:
+    def exact() -> Pair:
         part, apart = plan.block_exact, columns.apart()
 
-        def total(k: jax.Array, pair: Pair) -> Pair:
-            return kernel_recurrence.total(apart, first + k * part, pair, x_ref, part)
+        def total(k: jax.Array, carry: Carry) -> Carry:
+            return kernel_recurrence.total(apart, first + k * part, carry, x_ref, part)
 
-        def step(k: jax.Array, behind: jax.Array) -> jax.Array:
-            pair: Pair = lax.fori_loop(0, k, total, before)
-            return kernel_recurrence.backward(apart, first + k * part, pair, behind, refs, part)
+        def step(k: jax.Array, grad: Carry) -> Carry:
+            start: Carry = lax.fori_loop(0, k, total, before)
+            result = kernel_recurrence.backward(apart, first + k * part, start, grad, refs, part)
+            return start[0], *result
 
-        grad: jax.Array = repeat(size // part, step, behind, reverse=True)
-        return grad
+        result: Pair = repeat(size // part, step, grad, reverse=True)[1:]
+        return result
 
-    grad: jax.Array = lax.cond(too_wide(tile, columns, first, x_ref, before, pivot), exact, plain)
-    return grad
+    wide = too_wide(tile, columns, first, x_ref, before, pivot)
+    result: Pair = lax.cond(wide, exact, plain)
+    return result

@@ -18,8 +18,8 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.messages import tell, told
 from pallas_ops.core.tiles import Ref, power_of_two, span
 from pallas_ops.ops.logcumsumexp.plan import Plan
-from pallas_ops.ops.logcumsumexp.sums import add_pairs, joined, log_scale, running
-from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Steps
+from pallas_ops.ops.logcumsumexp.sums import add_pairs, carried, inverse, joined, running
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Steps
 
 NOTHING = -HUGE, 0.0  # as a pair
 
@@ -82,13 +82,12 @@ def total(columns: Columns, i: jax.Array, x_ref: Ref) -> Pair:
     size = columns.plan.c.block_n
     groups = columns.plan.groups(size, columns=2)
 
-    def step(t: jax.Array, pair: Pair) -> Pair:
-        pivot, sums = running(Steps(columns, t * size, size, groups).load_x(x_ref), pair)
-        return pivot, sums[-1]
+    def step(t: jax.Array, carry: Carry) -> Carry:
+        return running(Steps(columns, t * size, size, groups).load_x(x_ref), carry)[1]
 
     shape = groups, columns.plan.c.block_c
-    nothing = jnp.full(shape, -HUGE), jnp.zeros(shape)
-    return joined(columns.plan.through(i, step, nothing))
+    nothing = carried((jnp.full(shape, -HUGE), jnp.zeros(shape)))
+    return joined(columns.plan.through(i, step, nothing)[:2])
 
 
 def put(
@@ -106,17 +105,17 @@ def behind(
     own: jax.Array,
     dfinal_ref: Ref,
 ) -> jax.Array:
-    """The gradient of the state after the i-th part.
+    """The gradient of the sum after the i-th part.
 
-    `own` [columns], which it told, is the gradient of the state before it, from the part alone. One
-    fades by exp(o_j - o_k) on its way from before part k to before part j.
+    `own` [columns], which it told, is the gradient of the sum before it, from the part alone. One
+    takes a factor exp(p_j - p_k) on its way from before part k to before part j.
     """
     plan = columns.plan
     band, first = _band(plan, i)
 
     def sum_of(row: Any, part: jax.Array, there: jax.Array) -> jax.Array:
-        """Of rows [k, 1], each the gradient of the state before a part."""
-        fade = _fade(columns, marks, i + 1, jnp.where(there, part, i + 1))
+        """Of rows [k, 1], each the gradient of the sum before a part."""
+        fade = _fade(columns, marks[0], i + 1, jnp.where(there, part, i + 1))
         mask = columns.inside[None] & there
         (grads,) = told(words, columns.index(row), mask, (0.0,))
         return jnp.where(mask, fade * grads, 0.0).sum(axis=0)
@@ -126,27 +125,23 @@ def behind(
 
     @pl.when((i == first) & (band > 0))
     def _() -> None:
-        fade = _fade(columns, marks, i, jnp.broadcast_to(i + 1, (1, 1)))[0]
+        fade = _fade(columns, marks[0], i, jnp.broadcast_to(i + 1, (1, 1)))[0]
         put(columns, words, plan.parts + band, (own + fade * grad,))
 
     row = _rows(plan, _bands(plan))
     grad += sum_of(plan.parts + row, row * _size(plan), (row > band) & (row < _bands(plan)))
-    last = _fade(columns, marks, i + 1, jnp.full((1, 1), plan.parts))[0]
-    return grad + last * columns.row(dfinal_ref, 0)
+    fade = _fade(columns, marks[0], i + 1, jnp.full((1, 1), plan.parts))[0]
+    return grad + fade * last(columns, marks, dfinal_ref)
 
 
-def _fade(columns: Columns, marks: tuple[Ref, Ref], to: jax.Array, part: jax.Array) -> jax.Array:
+def last(columns: Columns, marks: tuple[Ref, Ref], dfinal_ref: Ref) -> jax.Array:
+    """The gradient of the last sum, from that of its logarithm."""
+    return columns.row(dfinal_ref, 0) * inverse(columns.row(marks[1], columns.plan.tiles))
+
+
+def _fade(columns: Columns, mark_p: Ref, to: jax.Array, part: jax.Array) -> jax.Array:
     """[k, columns]: from before each `part` [k, 1] to before part `to`."""
-    plan = columns.plan
-    p, s = (x[None] for x in columns.pair(marks, plan.start(to)))
-    index = columns.index(plan.start(part))
-    mask = jnp.broadcast_to(columns.inside[None], jnp.broadcast_shapes(part.shape, s.shape))
-    q, t = (plgpu.load(ref.at[index], mask=mask, other=1.0) for ref in marks)
-    return fade((p, s), (q, t))
-
-
-def fade(to: Pair, since: Pair) -> jax.Array:
-    """exp(o - o') of what was before two positions, o' the later one."""
-    (p, s), (q, t) = to, since
-    fade = exp2((p - q) * LOG2E + (log_scale(s) - log_scale(t)))
-    return jnp.where((s == 0) | ((s == jnp.inf) & (t == jnp.inf)), 0.0, fade)
+    p = columns.row(mark_p, columns.plan.start(to))[None]
+    index = columns.index(columns.plan.start(part))
+    mask = jnp.broadcast_to(columns.inside[None], jnp.broadcast_shapes(part.shape, p.shape))
+    return exp2((p - plgpu.load(mark_p.at[index], mask=mask, other=0.0)) * LOG2E)

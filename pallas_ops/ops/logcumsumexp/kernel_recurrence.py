@@ -7,7 +7,7 @@ joined by a scan of what each is as a whole. All steps are loaded ahead.
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,68 +17,57 @@ from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp.sums import (
     add_pairs,
+    add_total,
     at,
     exclusive_map,
     exclusive_pairs,
-    finite,
     inverse,
     log_of,
+    plus,
+    raised,
+    risen,
 )
-from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Rows, Steps
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Rows, Steps
 
 Refs = tuple[Ref, Ref, Ref | None]  # x, do, dx; nothing to store without dx
 
 
 def forward(
-    columns: Columns, first: jax.Array, before: Pair, x_ref: Ref, out_ref: Ref, size: int
-) -> Pair:
-    """The positions from `first` on, and the pair after them."""
+    columns: Columns, first: jax.Array, before: Carry, x_ref: Ref, out_ref: Ref, size: int
+) -> Carry:
+    """The positions from `first` on, and the sum after them."""
     tile = _tile(columns, first, size)
     xs = tile.load_x(x_ref)
     pair, after = _stretches(xs, before, columns.plan.mirrored)
-    pairs = list(itertools.accumulate(xs, lambda pair, x: advance(pair, x)[0], initial=pair))[1:]
-    tile.store(out_ref, [log_of(pair) for pair in pairs])
-    if len(xs) == size:
-        return pairs[-1][0].reshape(-1), pairs[-1][1].reshape(-1)
+    tile.store(out_ref, [log_of(pair) for pair in running_pairs(xs, pair, before[0][None])])
     return after
 
 
-def total(columns: Columns, first: jax.Array, before: Pair, x_ref: Ref, size: int) -> Pair:
-    """The pair after the positions from `first` on."""
+def total(columns: Columns, first: jax.Array, before: Carry, x_ref: Ref, size: int) -> Carry:
+    """The sum after the positions from `first` on."""
     xs = _tile(columns, first, size).load_x(x_ref)
     return _stretches(xs, before, columns.plan.mirrored)[1]
 
 
 def backward(
-    columns: Columns, first: jax.Array, before: Pair, behind: jax.Array, refs: Refs, size: int
-) -> jax.Array:
-    """dx from `first` on; the gradient of the state before, from `behind`, that after."""
+    columns: Columns, first: jax.Array, before: Carry, grad: Carry, refs: Refs, size: int
+) -> Pair:
+    """dx from `first` on; the gradient of the sum before, from that of the sum after."""
     x_ref, do_ref, dx_ref = refs
     tile = _tile(columns, first, size)
     xs, dos = tile.load_x(x_ref), tile.load(do_ref)
     mirrored = columns.plan.mirrored
-    pair, _ = _stretches(xs, before, mirrored)
-    weights, kept = [], []  # exp(x_i - o_i), exp(o_{i-1} - o_i)
-    for x in xs:
-        pair, fade, weight = keep(pair, x)
-        kept.append(fade)
-        weights.append(weight)
-    factor, own = jnp.ones_like(pair[1]), jnp.zeros_like(pair[1])
-    for fade, do in zip(reversed(kept), reversed(dos), strict=True):
-        factor, own = fade * factor, fade * (own + do)
+    pair, after = _stretches(xs, before, mirrored)
+    _, factor, own, steps = steps_back(xs, dos, pair, before[0][None])
     one, zero = jnp.ones_like(own), jnp.zeros_like(own)
     own_factor, add, factor, own = scan(
         exclusive_map, (one, zero, factor, own), reverse=not mirrored
     )
+    behind, lost = risen(grad, after[0])
 
-    def steps(grad: jax.Array) -> Iterator[jax.Array]:
-        for weight, fade, do in zip(reversed(weights), reversed(kept), reversed(dos), strict=True):
-            grad = grad + do
-            yield weight * grad
-            grad = fade * grad
-
-    tile.store_dx(dx_ref, x_ref, steps(own_factor * behind[None] + add))
-    return at(factor, -1 if mirrored else 0) * behind + at(own, -1 if mirrored else 0)
+    tile.store_dx(dx_ref, x_ref, dx_back(steps, own_factor * behind[None] + add))
+    factor, own = (at(y, -1 if mirrored else 0) for y in (factor, own))
+    return plus(factor * behind, factor * lost, own)
 
 
 def _tile(columns: Columns, first: jax.Array, size: int) -> Steps | Rows:
@@ -88,29 +77,48 @@ def _tile(columns: Columns, first: jax.Array, size: int) -> Steps | Rows:
     return Rows(columns, first, size, min(size, plan.stretches))
 
 
-def _stretches(xs: list[jax.Array], before: Pair, mirrored: bool) -> tuple[Pair, Pair]:
-    """The pairs before each stretch [stretches, columns], and after the last [columns]."""
-    pivot = functools.reduce(jnp.maximum, map(finite, xs))
+def _stretches(xs: list[jax.Array], before: Carry, mirrored: bool) -> tuple[Pair, Carry]:
+    """The pairs before each stretch [stretches, columns], and the sum after the last [columns]."""
+    ahead = before[0][None], before[1][None]
+    pivot = functools.reduce(jnp.maximum, (raised(x, ahead[0]) for x in xs))
     s = functools.reduce(jnp.add, (exp2((x - pivot) * LOG2E) for x in xs))
     nothing = jnp.full_like(pivot, -HUGE), jnp.zeros_like(s)
     p_before, s_before, p_all, s_all = scan(exclusive_pairs, (*nothing, pivot, s), reverse=mirrored)
     last = 0 if mirrored else -1
-    p, s = (x[None] for x in before)
-    start: Pair = add_pairs((p, s), (p_before, s_before), exp2=exp2)
-    after: Pair = add_pairs(before, (at(p_all, last), at(s_all, last)), exp2=exp2)
-    return start, after
+    start: Pair = add_pairs(ahead, (p_before, s_before), exp2=exp2)
+    return start, add_total(before, (at(p_all, last), at(s_all, last)))
 
 
-def advance(pair: Pair, x: jax.Array) -> tuple[Pair, jax.Array, jax.Array]:
+def running_pairs(xs: list[jax.Array], pair: Pair, least: jax.Array) -> list[Pair]:
+    """The pair after each of xs, with pivots of at least this."""
+    return list(itertools.accumulate(xs, lambda y, x: _advance(y, x, least)[0], initial=pair))[1:]
+
+
+def steps_back(
+    xs: Iterable[jax.Array], dos: Iterable[jax.Array], pair: Pair, least: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, list[Carry]]:
+    """The pivot after xs; factor and own of U before them, factor * U + own; for `dx_back`."""
+    factor, own, steps = jnp.ones_like(pair[1]), jnp.zeros_like(pair[1]), []
+    for x, do in zip(xs, dos, strict=True):
+        pair, fade, e = _advance(pair, x, least)
+        share = do * inverse(pair[1])
+        factor = factor * fade
+        own = own + factor * share
+        steps.append((fade, e, share))
+    return pair[0], factor, own, steps[::-1]
+
+
+def dx_back(steps: list[Carry], grad: jax.Array) -> Iterator[jax.Array]:
+    """dx, the last first, from the gradient of the sum after them."""
+    for fade, e, share in steps:
+        grad = grad + share
+        yield e * grad
+        grad = fade * grad
+
+
+def _advance(pair: Pair, x: jax.Array, least: jax.Array) -> tuple[Pair, jax.Array, jax.Array]:
     """The pair with x in it, and what the old sum and x were multiplied by."""
-    pivot = jnp.maximum(pair[0], finite(x))
+    pivot = jnp.maximum(pair[0], raised(x, least))
     fade = exp2((pair[0] - pivot) * LOG2E)
     e = exp2((x - pivot) * LOG2E)
     return (pivot, pair[1] * fade + e), fade, e
-
-
-def keep(pair: Pair, x: jax.Array) -> tuple[Pair, jax.Array, jax.Array]:
-    """The pair with x in it, exp(o_before - o) and exp(x - o)."""
-    after, fade, e = advance(pair, x)
-    share = inverse(after[1])
-    return after, jnp.where(pair[1] == jnp.inf, 1.0, fade * pair[1]) * share, e * share

@@ -6,7 +6,8 @@ Unless what was before lies too far below: then pairs follow every step, as in t
 `recurrence`. The last tiles are not gone through again: their sums stay in registers.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,19 +19,24 @@ from pallas_ops.core.fastmath import LOG2E, exp2, multiply_add
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.core.triton_ext import pipelined, scan
 from pallas_ops.ops.logcumsumexp import kernel_parts
-from pallas_ops.ops.logcumsumexp.kernel_recurrence import advance
+from pallas_ops.ops.logcumsumexp.kernel_recurrence import running_pairs
 from pallas_ops.ops.logcumsumexp.sums import (
     FAINT,
     add_pairs,
     any_of,
     below,
+    carried,
     exclusive_pairs,
+    exponentials,
     log_of,
+    plus,
     running,
     shares_of,
     sum_before,
 )
-from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Tile
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Tile
+
+Step = Callable[[list[jax.Array], Carry], tuple[Iterable[Pair], Carry]]  # a lane's, of a tile
 
 
 class Stretches:
@@ -46,6 +52,14 @@ class Stretches:
         size, every = self.plan.c.block_n, self.plan.each * self.plan.c.block_n
         first = (self.first + k) * size
         return [Tile(self.columns, first + j, self.shape[0], every=every) for j in range(size)]
+
+    def load_x(self, ref: Ref, k: Any) -> list[jax.Array]:
+        return [row.load_x(ref) for row in self.rows(k)]
+
+    def store(self, ref: Ref, k: Any, pairs: Iterable[Pair]) -> None:
+        """Stores the logarithms."""
+        for row, pair in zip(self.rows(k), pairs, strict=True):
+            row.store(ref, log_of(pair))
 
     def through(
         self,
@@ -77,7 +91,7 @@ class Stretches:
         p, s = (plgpu.load(ref.at[index], mask=mask, other=0.0) for ref in refs)
         return self.plan.settled(p), self.plan.settled(s)
 
-    def put_pair(self, refs: tuple[Ref, ...], k: Any, pair: Pair) -> None:
+    def put_pair(self, refs: tuple[Ref, ...], k: Any, pair: Pair | Carry) -> None:
         """Remembers it before every stretch's k-th tile, where there is one."""
         tile, mask = self._marks(k)
         mask &= (tile < self.plan.tiles) & (k < self.plan.each)
@@ -99,29 +113,12 @@ def forward(
     marks: tuple[Ref, ...],
 ) -> Pair:
     """The output of the i-th part, and the pair after it."""
-    x_ref, out_ref = refs
     stretches = Stretches(columns, i)
-    each = stretches.plan.each
-    looped = max(0, each - stretches.plan.c.held_n // stretches.plan.c.block_n)
-    nothing = jnp.full(stretches.shape, -HUGE), jnp.zeros(stretches.shape)
-
-    def xs(k: Any) -> list[jax.Array]:
-        return [row.load_x(x_ref) for row in stretches.rows(k)]
-
-    def total(k: Any, pair: Pair) -> Pair:
-        pivot, sums = running(xs(k), pair)
-        return pivot, sums[-1]
-
-    totals = stretches.through(total, nothing, count=looped)
-    held = []
-    for k in range(looped, each):
-        held.append(running(xs(k), totals))
-        totals = held[-1][0], held[-1][1][-1]
-
+    totals, held = _totals(stretches, refs[0])
     top, shares = shares_of(totals)
     own = top, shares.sum(axis=0)
     kernel_parts.put(columns, words, i, own)
-    lead = stretches.rows(0)[0].load_x(x_ref)
+    lead = stretches.rows(0)[0].load_x(refs[0])
     siblings = sum_before(shares)  # while others tell theirs
     before = kernel_parts.before(columns, i, words, own, initial)
     pivot = jnp.maximum(before[0], top)
@@ -130,35 +127,71 @@ def forward(
     pivots = jnp.broadcast_to(pivot[None], stretches.shape)
     start = ahead[None] + siblings * fade[None]
 
-    def walk(first: Pair, step: Callable[[Pair, jax.Array], Pair], count: int) -> None:
-        def tile(k: Any, pair: Pair) -> Pair:
-            for row, x in zip(stretches.rows(k), xs(k), strict=True):
-                pair = step(pair, x)
-                row.store(out_ref, log_of(pair))
-            stretches.put_pair(marks, k + 1, pair)
-            return pair
-
-        stretches.put_pair(marks, 0, first)
-        stretches.through(tile, first, count=count)
-
     def plain() -> None:
-        def step(pair: Pair, x: jax.Array) -> Pair:
-            return pivots, pair[1] + exp2((x - pivots) * LOG2E)
+        def step(xs: list[jax.Array], carry: Carry) -> tuple[Iterable[Pair], Carry]:
+            _, s, lost = carry
+            sums = list(itertools.accumulate(exponentials(xs, pivots)))
+            return ((pivots, s + t) for t in sums), (pivots, *plus(s, lost, sums[-1]))
 
-        walk((pivots, start), step, looped)
-        for k, (high, sums) in enumerate(held, looped):
+        looped = stretches.plan.each - len(held)
+        _walk(stretches, refs, marks, (pivots, start), step, looped)
+        for k, ((high, s), sums) in enumerate(held, looped):
             scale = exp2((high - pivots) * LOG2E)
-            pairs = [(pivots, multiply_add(s, scale, start)) for s in sums]
-            for row, pair in zip(stretches.rows(k), pairs, strict=True):
-                row.store(out_ref, log_of(pair))
+            first = multiply_add(s, scale, start)
+            pairs = [(pivots, multiply_add(t, scale, first)) for t in sums]
+            stretches.store(refs[1], k, pairs)
             stretches.put_pair(marks, k + 1, pairs[-1])
 
     def exact() -> None:
-        siblings = scan(exclusive_pairs, (*nothing, *totals))[:2]
+        def step(xs: list[jax.Array], carry: Carry) -> tuple[Iterable[Pair], Carry]:
+            return running_pairs(xs, carry[:2], carry[0]), running(xs, carry)[1]
+
+        siblings = scan(exclusive_pairs, (*_nothing(stretches), *totals))[:2]
         first = add_pairs((before[0][None], before[1][None]), siblings, exp2=exp2)
-        walk(first, lambda pair, x: advance(pair, x)[0], each)
+        _walk(stretches, refs, marks, first, step, stretches.plan.each)
 
     fresh = (before[1] == 0)[None] & (span(stretches.shape[0])[:, None] == 0)  # nothing before
     least = jnp.where(fresh, exp2((lead - pivots) * LOG2E), start)
     lax.cond(any_of((least < FAINT) & (pivots > -HUGE)), exact, plain)
     return pivot, ahead + own[1] * fade
+
+
+def _nothing(stretches: Stretches) -> Pair:
+    return jnp.full(stretches.shape, -HUGE), jnp.zeros(stretches.shape)
+
+
+def _totals(stretches: Stretches, x_ref: Ref) -> tuple[Pair, list[tuple[Pair, list[jax.Array]]]]:
+    """What each stretch comes to; of its last tiles, the sum before and those of the tile alone."""
+    plan = stretches.plan
+    looped = max(0, plan.each - plan.c.held_n // plan.c.block_n)
+
+    def tile(k: Any, carry: Carry) -> Carry:
+        return running(stretches.load_x(x_ref, k), carry)[1]
+
+    carry = stretches.through(tile, carried(_nothing(stretches)), count=looped)
+    held = []
+    for k in range(looped, plan.each):
+        sums, after = running(stretches.load_x(x_ref, k), carry)
+        held.append(((after[0], below(carry, after[0])), sums))
+        carry = after
+    return carry[:2], held
+
+
+def _walk(
+    stretches: Stretches,
+    refs: tuple[Ref, Ref],
+    marks: tuple[Ref, ...],
+    first: Pair,
+    step: Step,
+    count: int,
+) -> None:
+    """The output of the first `count` tiles, and what is to be remembered of them."""
+
+    def tile(k: Any, carry: Carry) -> Carry:
+        pairs, after = step(stretches.load_x(refs[0], k), carry)
+        stretches.store(refs[1], k, pairs)
+        stretches.put_pair(marks, k + 1, after)
+        return after
+
+    stretches.put_pair(marks, 0, first)
+    stretches.through(tile, carried(first), count=count)

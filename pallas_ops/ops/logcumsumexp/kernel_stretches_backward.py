@@ -1,7 +1,8 @@
 """Few columns, going backward: see `kernel_stretches`.
 
-A part tells what it comes to for the gradient of the state before it, and then goes through its
-stretches again, from behind. What was summed before each tile was remembered.
+A part goes through its stretches from behind, and tells what it comes to for the gradient of the
+sum before it; and then once more, with what is behind it. What was summed before each tile was
+remembered.
 """
 
 from typing import Any
@@ -10,14 +11,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core.fastmath import LOG2E, exp2, reciprocal
+from pallas_ops.core.fastmath import LOG2E, exp2, multiply_add, reciprocal
 from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp import kernel_parts
-from pallas_ops.ops.logcumsumexp.kernel_recurrence import Refs, keep
+from pallas_ops.ops.logcumsumexp.kernel_recurrence import Refs, dx_back, steps_back
 from pallas_ops.ops.logcumsumexp.kernel_stretches import Stretches
-from pallas_ops.ops.logcumsumexp.sums import SAFE, any_of, at, below, exclusive_map, log_of
-from pallas_ops.ops.logcumsumexp.tiles import Columns, Pair, Tile
+from pallas_ops.ops.logcumsumexp.sums import (
+    SAFE,
+    any_of,
+    at,
+    below,
+    carried,
+    exclusive_map,
+    log_of,
+    plus,
+    risen,
+)
+from pallas_ops.ops.logcumsumexp.tiles import Carry, Columns, Pair, Tile
 
 
 def backward(
@@ -28,27 +39,29 @@ def backward(
     dfinal_ref: Ref,
     refs: Refs,
 ) -> jax.Array:
-    """dx of the i-th part, and the gradient of the state before it."""
-    stretches = Stretches(columns, i)
+    """dx of the i-th part, and the gradient of the sum before it."""
+    stretches, silent = Stretches(columns, i), (*refs[:2], None)
     first, last = (stretches.pair(marks, k) for k in (0, stretches.plan.each))
-    own_map = _map(stretches, refs, first, last)
+    one, zero = jnp.ones(stretches.shape), jnp.zeros(stretches.shape)
+    own = _plain(stretches, marks, silent, last, zero)
+    fade = exp2((first[0] - last[0]) * LOG2E)
     lead = stretches.rows(0)[0].load_x(refs[0])
     far = ~(last[0] - jnp.maximum(lead, log_of(first)) <= SAFE)
     wide = any_of(far & (last[1] != 0))
-    own_map = lax.cond(wide, lambda: _exact_map(stretches, refs, first), lambda: own_map)
-    p, s = columns.pair(marks, stretches.first)
-    own = (kernel_parts.fade((p[None], s[None]), first) * own_map[1]).sum(axis=0)
-    kernel_parts.put(columns, words, i, (own,))
-    one, zero = jnp.ones(stretches.shape), jnp.zeros(stretches.shape)  # while others tell theirs
-    others, add, factor, _ = scan(exclusive_map, (one, zero, *own_map), reverse=True)
-    behind = kernel_parts.behind(columns, i, words, marks, own, dfinal_ref)
+    own = lax.cond(wide, lambda: _exact(stretches, marks, silent, last, zero), lambda: fade * own)
+    p = columns.row(marks[0], stretches.first)
+    told = (exp2((p[None] - first[0]) * LOG2E) * own).sum(axis=0)
+    kernel_parts.put(columns, words, i, (told,))
+    scanned = scan(exclusive_map, (one, zero, fade, own), reverse=True)  # while others tell theirs
+    others, add, factor, _ = scanned
+    behind = kernel_parts.behind(columns, i, words, marks, told, dfinal_ref)
     grad = others * behind[None] + add
     lax.cond(
         wide,
-        lambda: _exact(stretches, marks, refs, grad),
+        lambda: _exact(stretches, marks, refs, last, grad),
         lambda: _plain(stretches, marks, refs, last, grad),
     )
-    before: jax.Array = at(factor, 0) * behind + own
+    before: jax.Array = at(factor, 0) * behind + told
     return before
 
 
@@ -61,72 +74,42 @@ def _below(pair: Pair, last: Pair) -> jax.Array:
     return jnp.where(last[1] == 0, 1.0, below(pair, last[0]))
 
 
-def _map(stretches: Stretches, refs: Refs, first: Pair, last: Pair) -> Pair:
-    """The gradient of the state before each stretch, (factor, own), is factor * W + own."""
-
-    def tile(k: Any, carry: Pair) -> Pair:
-        s, own = carry
-        for _, x, do in _load(stretches, refs, k):
-            s = s + exp2((x - last[0]) * LOG2E)
-            own = own + do * reciprocal(s)
-        return s, own
-
-    carry = _below(first, last), jnp.zeros(stretches.shape)
-    s, own = stretches.through(tile, carry)
-    start = below(first, last[0])
-    start = jnp.where(start == jnp.inf, 0.0, start)
-    return start * reciprocal(s), start * own
-
-
 def _plain(
     stretches: Stretches, marks: tuple[Ref, Ref], refs: Refs, last: Pair, grad: jax.Array
-) -> None:
-    """dx, from the gradient of the state after each stretch."""
+) -> jax.Array:
+    """dx; the gradient of the sum before each stretch, from that of the sum after, below `last`."""
 
-    def tile(k: Any, grad: jax.Array) -> jax.Array:
-        s = _below(stretches.pair(marks, k), last)
+    def tile(k: Any, grad: Pair) -> Pair:
+        s, own = _below(stretches.pair(marks, k), last), jnp.zeros_like(grad[0])
         steps = []
         for row, x, do in _load(stretches, refs, k):
             e = exp2((x - last[0]) * LOG2E)
             s = s + e
+            own = multiply_add(do, reciprocal(s), own)
             steps.append((row, e, do * reciprocal(s)))
+        after = grad[0]
         for row, e, share in reversed(steps):
-            grad = grad + share
-            row.store_dx(refs[2], refs[0], e * grad)
-        return grad
+            after = after + share
+            row.store_dx(refs[2], refs[0], e * after)
+        return plus(*grad, own)
 
-    stretches.through(tile, grad * reciprocal(_below(last, last)), reverse=True)
-
-
-def _exact_map(stretches: Stretches, refs: Refs, first: Pair) -> Pair:
-    """`_map` by pairs."""
-
-    def tile(k: Any, carry: tuple[Pair, Pair]) -> tuple[Pair, Pair]:
-        pair, (factor, own) = carry
-        for _, x, do in _load(stretches, refs, k):
-            pair, kept, _ = keep(pair, x)
-            factor = factor * kept
-            own = own + factor * do
-        return pair, (factor, own)
-
-    one, zero = jnp.ones(stretches.shape), jnp.zeros(stretches.shape)
-    result: Pair = stretches.through(tile, (first, (one, zero)))[1]
+    result: jax.Array = stretches.through(tile, (grad, jnp.zeros_like(grad)), reverse=True)[0]
     return result
 
 
-def _exact(stretches: Stretches, marks: tuple[Ref, Ref], refs: Refs, grad: jax.Array) -> None:
-    """`_plain` by pairs."""
+def _exact(
+    stretches: Stretches, marks: tuple[Ref, Ref], refs: Refs, last: Pair, grad: jax.Array
+) -> jax.Array:
+    """The same by pairs; the result is below the pivot before each stretch."""
 
-    def tile(k: Any, grad: jax.Array) -> jax.Array:
-        pair = stretches.pair(marks, k)
-        steps = []
-        for row, x, do in _load(stretches, refs, k):
-            pair, kept, weight = keep(pair, x)
-            steps.append((row, do, kept, weight))
-        for row, do, kept, weight in reversed(steps):
-            grad = grad + do
-            row.store_dx(refs[2], refs[0], weight * grad)
-            grad = kept * grad
-        return grad
+    def tile(k: Any, grad: Carry) -> Carry:
+        p, s = stretches.pair(marks, k)
+        rows, xs, dos = zip(*_load(stretches, refs, k), strict=True)
+        top, factor, own, steps = steps_back(xs, dos, (p, s), p)
+        behind, lost = risen(grad, top)
+        for row, dx in zip(reversed(rows), dx_back(steps, behind), strict=True):
+            row.store_dx(refs[2], refs[0], dx)
+        return p, *plus(factor * behind, factor * lost, own)
 
-    stretches.through(tile, grad, reverse=True)
+    result: jax.Array = stretches.through(tile, carried((last[0], grad)), reverse=True)[1]
+    return result

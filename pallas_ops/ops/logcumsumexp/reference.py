@@ -66,8 +66,8 @@ def running(
     """Pivot and sum of all before x and of all up to each position, which is the first axis.
 
     With m_i the largest of the first i, a constant to differentiation, and
-    t_i = sum_{j<=i} exp(x_j - m_i) = exp(m_{i-1} - m_i) t_{i-1} + exp(x_i - m_i):
-    o_i = m_i + log t_i. No factor exceeds 1 and t_i >= 1, so this is exact for every range.
+    t_i = sum_{j<=i} exp(x_j - m_i): o_i = m_i + log t_i. No factor exceeds 1 and t_i >= 1, and
+    sums are joined as a tree, so this is exact for every range and length.
     """
     dtype = wide(x.dtype)
     y = clamp(jnp.moveaxis(x.astype(dtype), axis, 0), clip)
@@ -76,9 +76,9 @@ def running(
     if initial is not None:
         is_start = jnp.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) == 0
         y = jnp.where(is_start, initial.astype(dtype)[None], y)
-    pivot = lax.cummax(lax.stop_gradient(finite(y)), axis=0)
-    fade = jnp.exp(jnp.concatenate([pivot[:1], pivot[:-1]]) - pivot)
-    return pivot, lax.associative_scan(_linear, (fade, jnp.exp(y - pivot)))[1]
+    pivot = finite(lax.stop_gradient(y))
+    joined: tuple[jax.Array, jax.Array] = lax.associative_scan(_join, (pivot, jnp.exp(y - pivot)))
+    return joined
 
 
 def marks(pivot: jax.Array, total: jax.Array, *, axis: int, block_n: int) -> list[jax.Array]:
@@ -93,10 +93,11 @@ def log_of(pivot: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(empty, -jnp.inf, pivot + jnp.log(jnp.where(empty, 1, total)))
 
 
-def _linear(first: Any, second: Any) -> Any:
-    """t -> fade t + add, one such map after another."""
-    (fade1, add1), (fade2, add2) = first, second
-    return fade1 * fade2, fade2 * add1 + add2
+def _join(first: Any, second: Any) -> Any:
+    """Two log-sum-exps as one."""
+    (p, s), (q, t) = first, second
+    pivot = jnp.maximum(p, q)
+    return pivot, s * jnp.exp(p - pivot) + t * jnp.exp(q - pivot)
 
 
 def finite(x: jax.Array) -> jax.Array:

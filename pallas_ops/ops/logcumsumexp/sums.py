@@ -14,10 +14,9 @@ from pallas_ops.core import launch
 from pallas_ops.core.fastmath import LOG2E, exp2, log2, multiply_add, reciprocal
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.ops.logcumsumexp.tiles import HUGE, Columns, Pair, Steps, Tile
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Steps, Tile
 
 LN2 = math.log(2)
-FAR = 1e30  # log2 of what is infinite
 FAINT = 2.0**-16  # of its pivot: if a prefix is smaller, its logarithm loses digits
 SAFE = -math.log(FAINT)  # how far below the pivot a prefix may lie
 
@@ -49,7 +48,7 @@ def initial_pair(columns: Columns, ref: Ref | None) -> Pair:
     return pair_of(columns.row(ref, 0, -jnp.inf))
 
 
-def log_of(pair: Pair) -> jax.Array:
+def log_of(pair: Pair | Carry) -> jax.Array:
     return multiply_add(log2(pair[1]), LN2, pair[0])
 
 
@@ -73,16 +72,53 @@ def joined(pair: Pair) -> Pair:
     return pivot, shares.sum(axis=0)
 
 
+def carried(pair: Pair) -> Carry:
+    return *pair, jnp.zeros_like(pair[1])
+
+
+def raised(x: jax.Array, pivot: jax.Array) -> jax.Array:
+    """The pivot, or x where that is larger by more than 1.
+
+    So a pivot stays what it is, and what is below it needs no factor, or one of at most 1 / e: the
+    errors of many factors would add up.
+    """
+    return jnp.where(x > pivot + 1, jnp.minimum(x, HUGE), pivot)
+
+
+def plus(s: jax.Array, lost: jax.Array, x: jax.Array) -> Pair:
+    """s + x, and what that loses, with what s had lost: many small x may come to something."""
+    x = x + lost
+    total = s + x
+    return total, jnp.where(jnp.abs(total) < jnp.inf, x - (total - s), 0.0)
+
+
+def risen(grad: Carry, pivot: jax.Array) -> Pair:
+    """The gradient of the sum below another pivot, and what it has lost."""
+    factor = exp2((pivot - grad[0]) * LOG2E)
+    return grad[1] * factor, grad[2] * factor
+
+
+def sunk(carry: Carry, pivot: jax.Array) -> Pair:
+    """The sum below another pivot, and what it has lost."""
+    fade = exp2((carry[0] - pivot) * LOG2E)
+    return carry[1] * fade, carry[2] * fade
+
+
+def add_total(carry: Carry, pair: Pair) -> Carry:
+    """A carry with a pair in it, whose pivot is not below the carry's."""
+    return pair[0], *plus(*sunk(carry, pair[0]), pair[1])
+
+
 def _exclusive(before: Any, after: Any) -> Any:
     """The sum of all but the last, and of all; a difference of sums would not be exact."""
     return before[1] + after[0], before[1] + after[1]
 
 
-def running(xs: list[jax.Array], before: Pair) -> tuple[jax.Array, list[jax.Array]]:
-    """A pivot for each group, and its running sums below that, from the pairs before."""
-    pivot = finite(functools.reduce(larger, xs, before[0]))
-    sums = itertools.accumulate(exponentials(xs, pivot), initial=below(before, pivot))
-    return pivot, list(sums)[1:]
+def running(xs: list[jax.Array], before: Carry) -> tuple[list[jax.Array], Carry]:
+    """Running sums of each group, and all there is after them, below whose pivot they are."""
+    pivot = raised(functools.reduce(larger, xs), before[0])
+    sums = list(itertools.accumulate(exponentials(xs, pivot)))
+    return sums, add_total(before, (pivot, sums[-1]))
 
 
 def running_sums(
@@ -101,12 +137,12 @@ def sum_before(x: jax.Array, *, reverse: bool = False) -> jax.Array:
     return scan(_exclusive, (jnp.zeros_like(x), x), reverse=reverse)[0]
 
 
-def pivot_of(xs: list[jax.Array], before: Pair) -> jax.Array:
-    """The largest [columns] of all groups and all before them, finite."""
-    return jnp.minimum(jnp.maximum(largest(functools.reduce(larger, xs)), before[0]), HUGE)
+def pivot_of(xs: list[jax.Array], before: Carry) -> jax.Array:
+    """One [columns] for all groups and all before them."""
+    return raised(largest(functools.reduce(larger, xs)), before[0])
 
 
-def below(pair: Pair, pivot: jax.Array) -> jax.Array:
+def below(pair: Pair | Carry, pivot: jax.Array) -> jax.Array:
     """The sum below another pivot."""
     return pair[1] * exp2((pair[0] - pivot) * LOG2E)
 
@@ -116,7 +152,7 @@ def exponentials(xs: list[jax.Array], pivot: jax.Array) -> list[jax.Array]:
 
 
 def too_wide(
-    tile: Steps, columns: Columns, first: jax.Array, x_ref: Ref, before: Pair, pivot: jax.Array
+    tile: Steps, columns: Columns, first: jax.Array, x_ref: Ref, before: Carry, pivot: jax.Array
 ) -> jax.Array:
     """Whether some prefix may lie too far below the tile's pivot.
 
@@ -154,20 +190,14 @@ def at(x: jax.Array, i: int) -> jax.Array:
 
 
 def exclusive_map(before: Any, after: Any) -> Any:
-    """W -> kept W + own, of all but what was met last, and of all."""
-    (_, _, kept, own), (a, b, c, d) = before, after
-    return a * kept, a * own + b, c * kept, c * own + d
+    """U -> factor U + own, of all but what was met last, and of all."""
+    (_, _, factor, own), (a, b, c, d) = before, after
+    return a * factor, a * own + b, c * factor, c * own + d
 
 
 def inverse(s: jax.Array) -> jax.Array:
     """1 / s, and 0 where nothing has been summed yet."""
     return jnp.where(s == 0, 0.0, reciprocal(s))
-
-
-def log_scale(s: jax.Array) -> jax.Array:
-    """log2(s), finite so that differences are numbers."""
-    x = log2(s)
-    return jnp.where(x > FAR, FAR, jnp.where(x < -FAR, -FAR, x))
 
 
 def repeat(

@@ -1,9 +1,10 @@
 """What a program of logcumsumexp sees: where its elements are.
 
 A log-sum-exp is held as a pair: a finite pivot p and s = sum exp(x - p), so that it is exact
-however large p is. What lanes go through in a tile is a list: an array [groups, columns] for each
-step: position group * steps + step (of a `mirrored` axis, from the last group on). All of a group's
-are one lane's, so that sums along them move nothing between lanes.
+however large p is. From tile to tile it is a carry: with a third number, what rounding has taken
+from s; and so is, going backward, the gradient of s. What lanes go through in a tile is a list: an
+array [groups, columns] for each step: position group * steps + step (of a `mirrored` axis, from the
+last group on). All of a group's are one lane's, so that sums along them move nothing between lanes.
 """
 
 import copy
@@ -18,6 +19,7 @@ from pallas_ops.core.tiles import Ref, both, span, stack, unstack
 from pallas_ops.ops.logcumsumexp.plan import Plan
 
 Pair = tuple[jax.Array, jax.Array]
+Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 HUGE = float(jnp.finfo(jnp.float32).max)
 
