@@ -30,14 +30,13 @@ def logcumsumexp(
 
     along one axis, with s the initial state; in reverse, over j >= i.
 
-    Computed in float32 and returned in the dtype of x. Exact for every range: however far apart the
-    numbers are, the result and its gradients are those of a float64 evaluation, to float32
-    rounding. (One limit: kernels carry the sum along the axis in one float32, so very many numbers
-    below 2**-24 of it are lost; a 0 and 32,767 numbers of -17 are off by 5e-6, or 4e-5 along few
-    columns.) -inf contributes nothing and gets gradient 0; where there has been nothing else, o is
-    -inf and passes no gradient on. +inf and NaN act from their position on. Gradients at +inf are
-    those of `jax.scipy.special.logsumexp`: NaN for an x of +inf, and 0 for any other x from an o
-    that is +inf; an o that is NaN makes those of all x in it NaN.
+    Computed in float32 and returned in the dtype of x. Exact for every range and length: however
+    far apart the numbers are, and however many small ones stand behind a large one, the result and
+    its gradients are those of a float64 evaluation, to float32 rounding. -inf contributes nothing
+    and gets gradient 0; where there has been nothing else, o is -inf and passes no gradient on.
+    +inf and NaN act from their position on. Gradients at +inf are those of
+    `jax.scipy.special.logsumexp`: NaN for an x of +inf, and 0 for any other x from an o that is
+    +inf; an o that is NaN makes those of all x in it NaN.
 
     Args:
       x: bfloat16, float16, float32 (float64 runs the reference), of any rank but 0.
