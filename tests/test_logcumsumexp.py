@@ -158,14 +158,18 @@ def test_an_axis_of_size_zero(shape: tuple[int, ...]) -> None:
     assert (np.asarray(final) == -np.inf).all()
 
 
-def test_second_derivative_of_the_kernel(rng: Rng) -> None:
-    x, initial, do, _ = arguments(rng, (2, 20), 1)
-    initial = initial.at[0].set(-jnp.inf)
-    weight = random_array(rng, (2, 20))
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_second_derivative_of_the_kernel(rng: Rng, num_parts: int) -> None:
+    """Through the pair before the first position, which has to be that of the state itself."""
+    x, initial, do, _ = arguments(rng, (45, 3), 0)
+    initial = initial.at[0, 0].set(-jnp.inf)
+    weight = random_array(rng, (45, 3))
+    config = LogcumsumexpConfig(block_n=2, block_c=8, block_exact=2, num_parts=num_parts)
 
     def twice(implementation: Any) -> Any:
         def once(x: jax.Array, initial: jax.Array) -> jax.Array:
-            pull = jax.vjp(lambda x: both(implementation)(x, initial)[0], x)[1]
+            call = both(implementation, axis=0, config=config)
+            pull = jax.vjp(lambda x: call(x, initial)[0], x)[1]
             return jnp.vdot(pull(do)[0], weight)
 
         return jax.jit(jax.grad(once, (0, 1)))(x, initial)

@@ -72,7 +72,10 @@ def test_every_config_is_exact_for_every_range(rng: Rng, config: dict[str, Any])
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_what_lies_far_below_a_later_number_keeps_its_digits(rng: Rng, axis: int) -> None:
-    """Below one pivot the error grows with the distance: 1.3e-6 at 16 bits, 2.8e-6 at 24."""
+    """Below one pivot the error grows with the distance: emulated, 1.2e-6 at 16 bits, 2.8e-6 at 24.
+
+    Interpreted it is within the limit at 24 as well: part of it is the hardware's approximations.
+    """
     low = rng.uniform(-1, 1, 2048).astype(np.float32)
     x = np.stack([low, low + rng.uniform(0, 17, 2048).astype(np.float32)], axis)
     out, _ = both(KERNEL, axis=axis)(jnp.asarray(x))
@@ -84,8 +87,8 @@ LONG = [
     case(axis=0),  # the reference
     case(axis=0, block_n=8, block_c=8),
     case(axis=1, reverse=True, block_n=16, block_c=8, block_exact=8, wide=True),
-    case(axis=0, block_n=16, block_c=8, block_exact=16, num_parts=2),
-    case(axis=0, block_n=2, block_c=8, num_parts=2, wide=True),
+    case(axis=0, block_n=32, block_c=8, block_exact=16, num_parts=2),
+    case(axis=0, block_n=16, block_c=8, num_parts=2, wide=True),
     case(axis=0, block_n=4, block_c=8, num_parts=2, held_n=4),
     case(axis=0, variant="recurrence", block_n=4, block_c=8),
 ]
@@ -98,12 +101,13 @@ def test_many_small_numbers_come_to_something(rng: Rng, config: dict[str, Any]) 
     i, noise = np.arange(n), rng.standard_normal(n)
     sink = np.where(i == 0, 0, -16.7 + 0.1 * noise)
     late = np.where(i == n // 3, 0, -16.64)
+    even = np.where(i == 0, 0, -16.63)
     spike = np.where(i == 0, 20, noise)
     slope = i * 33 * 2.0**-25  # at each position the sum fades by an odd number of half ulps
     stairs = 12.0 * (i // 4) if config.get("wide") else noise
-    x = np.stack([sink, late, spike, slope, stairs], 1)
+    x = np.stack([sink, late, even, spike, slope, stairs], 1)
     kwargs = {"axis": config["axis"], "reverse": config.get("reverse", False)}
-    arrays = x[:: 1 - 2 * kwargs["reverse"]], np.full((1, 5), -np.inf), x**0, np.ones((1, 5))
+    arrays = x[:: 1 - 2 * kwargs["reverse"]], np.full((1, 6), -np.inf), x**0, np.ones((1, 6))
     xs = [jnp.asarray(np.moveaxis(y, 0, kwargs["axis"]), jnp.float32) for y in arrays]
     chosen = {k: v for k, v in config.items() if k not in (*kwargs, "wide")}
     kernel = (KERNEL, LogcumsumexpConfig(**chosen)) if chosen else ("xla", None)

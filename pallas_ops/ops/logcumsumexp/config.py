@@ -26,8 +26,10 @@ class LogcumsumexpConfig:
     variant `parallel` (xopes' ptr) holds them as a tile, in which each lane sums a group of
     neighbours, and groups are scanned; `recurrence` (rtr) steps through them, every column in a
     lane of its own. Where a tile's range is too wide for one pivot, it is done again exactly,
-    `block_exact` positions at a time. Going backward, what was remembered of the forward pass is a
-    pair of float32 for every `block_n` positions.
+    `block_exact` positions at a time. A lane's steps through a tile are added one by one, which may
+    take 2**-24 from a result each: with more than 32 of them (`recurrence`, or large tiles in few
+    warps) results are exact to that only. Going backward, what was remembered of the forward pass
+    is a pair of float32 for every `block_n` positions.
     """
 
     variant: Literal["parallel", "recurrence"] = "parallel"

@@ -1,8 +1,8 @@
 """How logcumsumexp runs forward: the launchers first, then the kernel bodies.
 
-A tile is summed below one pivot, the largest number met so far, where that loses nothing: no prefix
-lies more than a factor of 2**16 below it. Otherwise it is read again, in smaller tiles, and pivot
-and sum follow every step.
+A tile is summed below one pivot, which no number so far exceeds by more than 1, where that loses
+nothing: no prefix lies more than a factor of 2**16 below it. Otherwise it is read again, in smaller
+tiles, and pivot and sum follow every step.
 """
 
 from functools import partial

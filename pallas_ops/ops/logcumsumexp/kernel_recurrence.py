@@ -26,10 +26,12 @@ from pallas_ops.ops.logcumsumexp.sums import (
     plus,
     raised,
     risen,
+    total_of,
 )
 from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Rows, Steps
 
 Refs = tuple[Ref, Ref, Ref | None]  # x, do, dx; nothing to store without dx
+Back = tuple[jax.Array, jax.Array, jax.Array]  # a step's factor of U, exp(x - p), do / s
 
 
 def forward(
@@ -81,7 +83,7 @@ def _stretches(xs: list[jax.Array], before: Carry, mirrored: bool) -> tuple[Pair
     """The pairs before each stretch [stretches, columns], and the sum after the last [columns]."""
     ahead = before[0][None], before[1][None]
     pivot = functools.reduce(jnp.maximum, (raised(x, ahead[0]) for x in xs))
-    s = functools.reduce(jnp.add, (exp2((x - pivot) * LOG2E) for x in xs))
+    s = total_of(exp2((x - pivot) * LOG2E) for x in xs)
     nothing = jnp.full_like(pivot, -HUGE), jnp.zeros_like(s)
     p_before, s_before, p_all, s_all = scan(exclusive_pairs, (*nothing, pivot, s), reverse=mirrored)
     last = 0 if mirrored else -1
@@ -96,7 +98,7 @@ def running_pairs(xs: list[jax.Array], pair: Pair, least: jax.Array) -> list[Pai
 
 def steps_back(
     xs: Iterable[jax.Array], dos: Iterable[jax.Array], pair: Pair, least: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, list[Carry]]:
+) -> tuple[jax.Array, jax.Array, jax.Array, list[Back]]:
     """The pivot after xs; factor and own of U before them, factor * U + own; for `dx_back`."""
     factor, own, steps = jnp.ones_like(pair[1]), jnp.zeros_like(pair[1]), []
     for x, do in zip(xs, dos, strict=True):
@@ -108,7 +110,7 @@ def steps_back(
     return pair[0], factor, own, steps[::-1]
 
 
-def dx_back(steps: list[Carry], grad: jax.Array) -> Iterator[jax.Array]:
+def dx_back(steps: list[Back], grad: jax.Array) -> Iterator[jax.Array]:
     """dx, the last first, from the gradient of the sum after them."""
     for fade, e, share in steps:
         grad = grad + share

@@ -1,7 +1,8 @@
 """Few columns: parts of the axis, each lane of which steps through a stretch of its own.
 
 What its part comes to is known before the lane goes through its stretch again, so that one pivot a
-column, the largest number in the part or before it, does for all steps, and no lane asks another.
+column, which nothing in the part or before it exceeds by more than 1, does for all steps, and no
+lane asks another.
 Unless what was before lies too far below: then pairs follow every step, as in the variant
 `recurrence`. The last tiles are not gone through again: their sums stay in registers.
 """
@@ -33,6 +34,7 @@ from pallas_ops.ops.logcumsumexp.sums import (
     running,
     shares_of,
     sum_before,
+    total_of,
 )
 from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Tile
 
@@ -126,19 +128,25 @@ def forward(
     fade = exp2((top - pivot) * LOG2E)
     pivots = jnp.broadcast_to(pivot[None], stretches.shape)
     start = ahead[None] + siblings * fade[None]
+    foremost = span(stretches.shape[0])[:, None] == 0
 
     def plain() -> None:
         def step(xs: list[jax.Array], carry: Carry) -> tuple[Iterable[Pair], Carry]:
             _, s, lost = carry
-            sums = list(itertools.accumulate(exponentials(xs, pivots)))
-            return ((pivots, s + t) for t in sums), (pivots, *plus(s, lost, sums[-1]))
+            es = exponentials(xs, pivots)
+            pairs = ((pivots, s + t) for t in itertools.accumulate(es))
+            return pairs, (pivots, *plus(s, lost, total_of(es)))
 
+        # The first pair of all is the state's own, of which second derivatives make it again.
+        state = foremost & (i == 0)
+        p, s = (jnp.where(state, x[None], y) for x, y in zip(initial, (pivots, start), strict=True))
+        stretches.put_pair(marks, 0, (p, s))
         looped = stretches.plan.each - len(held)
-        _walk(stretches, refs, marks, (pivots, start), step, looped)
-        for k, ((high, s), sums) in enumerate(held, looped):
+        _, s, _ = _walk(stretches, refs, marks, (pivots, start), step, looped)
+        for k, (high, sums) in enumerate(held, looped):
             scale = exp2((high - pivots) * LOG2E)
-            first = multiply_add(s, scale, start)
-            pairs = [(pivots, multiply_add(t, scale, first)) for t in sums]
+            pairs = [(pivots, multiply_add(t, scale, s)) for t in sums]
+            s = pairs[-1][1]
             stretches.store(refs[1], k, pairs)
             stretches.put_pair(marks, k + 1, pairs[-1])
 
@@ -148,9 +156,10 @@ def forward(
 
         siblings = scan(exclusive_pairs, (*_nothing(stretches), *totals))[:2]
         first = add_pairs((before[0][None], before[1][None]), siblings, exp2=exp2)
+        stretches.put_pair(marks, 0, first)
         _walk(stretches, refs, marks, first, step, stretches.plan.each)
 
-    fresh = (before[1] == 0)[None] & (span(stretches.shape[0])[:, None] == 0)  # nothing before
+    fresh = (before[1] == 0)[None] & foremost  # nothing before
     least = jnp.where(fresh, exp2((lead - pivots) * LOG2E), start)
     lax.cond(any_of((least < FAINT) & (pivots > -HUGE)), exact, plain)
     return pivot, ahead + own[1] * fade
@@ -160,8 +169,10 @@ def _nothing(stretches: Stretches) -> Pair:
     return jnp.full(stretches.shape, -HUGE), jnp.zeros(stretches.shape)
 
 
-def _totals(stretches: Stretches, x_ref: Ref) -> tuple[Pair, list[tuple[Pair, list[jax.Array]]]]:
-    """What each stretch comes to; of its last tiles, the sum before and those of the tile alone."""
+def _totals(
+    stretches: Stretches, x_ref: Ref
+) -> tuple[Pair, list[tuple[jax.Array, list[jax.Array]]]]:
+    """What each stretch comes to; of its last tiles, a pivot and the sums of the tile alone."""
     plan = stretches.plan
     looped = max(0, plan.each - plan.c.held_n // plan.c.block_n)
 
@@ -171,9 +182,8 @@ def _totals(stretches: Stretches, x_ref: Ref) -> tuple[Pair, list[tuple[Pair, li
     carry = stretches.through(tile, carried(_nothing(stretches)), count=looped)
     held = []
     for k in range(looped, plan.each):
-        sums, after = running(stretches.load_x(x_ref, k), carry)
-        held.append(((after[0], below(carry, after[0])), sums))
-        carry = after
+        sums, carry = running(stretches.load_x(x_ref, k), carry)
+        held.append((carry[0], sums))
     return carry[:2], held
 
 
@@ -184,8 +194,8 @@ def _walk(
     first: Pair,
     step: Step,
     count: int,
-) -> None:
-    """The output of the first `count` tiles, and what is to be remembered of them."""
+) -> Carry:
+    """The output of the first `count` tiles, and what is to be remembered; the sum after them."""
 
     def tile(k: Any, carry: Carry) -> Carry:
         pairs, after = step(stretches.load_x(refs[0], k), carry)
@@ -193,5 +203,5 @@ def _walk(
         stretches.put_pair(marks, k + 1, after)
         return after
 
-    stretches.put_pair(marks, 0, first)
-    stretches.through(tile, carried(first), count=count)
+    after: Carry = stretches.through(tile, carried(first), count=count)
+    return after

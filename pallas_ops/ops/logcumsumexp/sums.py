@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def initial_pair(columns: Columns, ref: Ref | None) -> Pair:
     return pair_of(columns.row(ref, 0, -jnp.inf))
 
 
-def log_of(pair: Pair | Carry) -> jax.Array:
+def log_of(pair: Pair) -> jax.Array:
     return multiply_add(log2(pair[1]), LN2, pair[0])
 
 
@@ -79,14 +79,18 @@ def carried(pair: Pair) -> Carry:
 def raised(x: jax.Array, pivot: jax.Array) -> jax.Array:
     """The pivot, or x where that is larger by more than 1.
 
-    So a pivot stays what it is, and what is below it needs no factor, or one of at most 1 / e: the
-    errors of many factors would add up.
+    So from tile to tile a pivot stays what it is, and what is below it needs no factor, or one of
+    at most 1 / e: the errors of many factors would add up.
     """
     return jnp.where(x > pivot + 1, jnp.minimum(x, HUGE), pivot)
 
 
 def plus(s: jax.Array, lost: jax.Array, x: jax.Array) -> Pair:
-    """s + x, and what that loses, with what s had lost: many small x may come to something."""
+    """s + x, and what that loses, with what s had lost: many small x may come to something.
+
+    Where |x| > |s| what it loses is known to an ulp of x only: once, if sums grow; and never more
+    than that x's own rounding.
+    """
     x = x + lost
     total = s + x
     return total, jnp.where(jnp.abs(total) < jnp.inf, x - (total - s), 0.0)
@@ -115,10 +119,22 @@ def _exclusive(before: Any, after: Any) -> Any:
 
 
 def running(xs: list[jax.Array], before: Carry) -> tuple[list[jax.Array], Carry]:
-    """Running sums of each group, and all there is after them, below whose pivot they are."""
+    """Each group's own running sums, and what there is after them, below whose pivot they are."""
     pivot = raised(functools.reduce(larger, xs), before[0])
-    sums = list(itertools.accumulate(exponentials(xs, pivot)))
-    return sums, add_total(before, (pivot, sums[-1]))
+    es = exponentials(xs, pivot)
+    return list(itertools.accumulate(es)), add_total(before, (pivot, total_of(es)))
+
+
+def total_of(xs: Iterable[jax.Array]) -> jax.Array:
+    """The sum of a power of two of them, as a tree: fewer roundings. Each is added at once."""
+    sums: list[tuple[int, jax.Array]] = []  # of how many
+    for x in xs:
+        sums.append((1, x))
+        while len(sums) > 1 and sums[-2][0] == sums[-1][0]:
+            (count, total), (_, last) = sums[-2:]
+            sums[-2:] = [(2 * count, total + last)]
+    ((_, total),) = sums
+    return total
 
 
 def running_sums(
@@ -126,7 +142,7 @@ def running_sums(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Of all groups, from `start` [columns], and the sum of them."""
     xs = xs[::-1] if reverse else xs
-    totals = functools.reduce(jnp.add, xs)
+    totals = total_of(xs)
     before = start[None] + sum_before(totals, reverse=reverse != mirrored)
     sums = list(itertools.accumulate(xs, initial=before))[1:]
     return sums[::-1] if reverse else sums, totals.sum(axis=0)
