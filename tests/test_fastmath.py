@@ -54,6 +54,13 @@ def test_denormal_numbers_are_kept() -> None:
     np.testing.assert_array_equal(run(lambda x: x + x, x), 2 * to_float64(x))
 
 
+def test_bfloat16_is_widened_exactly(rng: Rng) -> None:
+    x = np.copysign(spread(rng), rng.standard_normal(1024))
+    x[:6] = 0, -0.0, np.inf, -np.inf, np.nan, 2.0**-133
+    x = to_float64(jnp.asarray(x, jnp.bfloat16))
+    np.testing.assert_array_equal(run(lambda x: fastmath.widened(x.astype(jnp.bfloat16)), x), x)
+
+
 def test_exp2_is_within_2_ulp(rng: Rng) -> None:
     """On a card; XLA for CPUs rounds x log(2) before it takes exp."""
     x = rng.uniform(-125, 127, 1024).astype(np.float32)

@@ -90,6 +90,7 @@ LONG = [
     case(axis=0, block_n=32, block_c=8, block_exact=16, num_parts=2),
     case(axis=0, block_n=16, block_c=8, num_parts=2, wide=True),
     case(axis=0, block_n=4, block_c=8, num_parts=2, held_n=4),
+    case(axis=0, block_n=16, block_c=8, num_parts=16, held_n=32),  # four tiles a lane, two held
     case(axis=0, variant="recurrence", block_n=4, block_c=8),
 ]
 

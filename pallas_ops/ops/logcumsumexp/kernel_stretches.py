@@ -2,9 +2,8 @@
 
 What its part comes to is known before the lane goes through its stretch again, so that one pivot a
 column, which nothing in the part or before it exceeds by more than 1, does for all steps, and no
-lane asks another.
-Unless what was before lies too far below: then pairs follow every step, as in the variant
-`recurrence`. The last tiles are not gone through again: their sums stay in registers.
+lane asks another. Unless what was before lies too far below: then pairs follow every step, as in
+the variant `recurrence`. The last tiles are not gone through again: their sums stay in registers.
 """
 
 import itertools
@@ -38,6 +37,8 @@ from pallas_ops.ops.logcumsumexp.sums import (
 )
 from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Tile
 
+FEW = 4  # tiles
+
 Step = Callable[[list[jax.Array], Carry], tuple[Iterable[Pair], Carry]]  # a lane's, of a tile
 
 
@@ -56,12 +57,16 @@ class Stretches:
         return [Tile(self.columns, first + j, self.shape[0], every=every) for j in range(size)]
 
     def load_x(self, ref: Ref, k: Any) -> list[jax.Array]:
-        return [row.load_x(ref) for row in self.rows(k)]
+        return [row.load_x(ref, packed=True) for row in self.rows(k)]
 
     def store(self, ref: Ref, k: Any, pairs: Iterable[Pair]) -> None:
         """Stores the logarithms."""
         for row, pair in zip(self.rows(k), pairs, strict=True):
             row.store(ref, log_of(pair))
+
+    def carried(self, pair: Pair) -> Carry:
+        """Before a stretch; of a few tiles without what rounding takes, which is 2**-24 of each."""
+        return (*pair, None) if self.plan.each <= FEW else carried(pair)
 
     def through(
         self,
@@ -120,7 +125,7 @@ def forward(
     top, shares = shares_of(totals)
     own = top, shares.sum(axis=0)
     kernel_parts.put(columns, words, i, own)
-    lead = stretches.rows(0)[0].load_x(refs[0])
+    lead = Tile(columns, stretches.first * columns.plan.c.block_n, 1).load_x(refs[0]).reshape(-1)
     siblings = sum_before(shares)  # while others tell theirs
     before = kernel_parts.before(columns, i, words, own, initial)
     pivot = jnp.maximum(before[0], top)
@@ -134,8 +139,9 @@ def forward(
         def step(xs: list[jax.Array], carry: Carry) -> tuple[Iterable[Pair], Carry]:
             _, s, lost = carry
             es = exponentials(xs, pivots)
-            pairs = ((pivots, s + t) for t in itertools.accumulate(es))
-            return pairs, (pivots, *plus(s, lost, total_of(es)))
+            sums = itertools.accumulate(es, initial=s)
+            next(sums)
+            return ((pivots, t) for t in sums), (pivots, *plus(s, lost, total_of(es)))
 
         # The first pair of all is the state's own, of which second derivatives make it again.
         state = foremost & (i == 0)
@@ -159,9 +165,9 @@ def forward(
         stretches.put_pair(marks, 0, first)
         _walk(stretches, refs, marks, first, step, stretches.plan.each)
 
-    fresh = (before[1] == 0)[None] & foremost  # nothing before
-    least = jnp.where(fresh, exp2((lead - pivots) * LOG2E), start)
-    lax.cond(any_of((least < FAINT) & (pivots > -HUGE)), exact, plain)
+    # Of all prefixes the first is the smallest: no sum before a stretch lies below it.
+    least = jnp.where(before[1] == 0, exp2((lead - pivot) * LOG2E), ahead)
+    lax.cond(any_of((least < FAINT) & (pivot > -HUGE)), exact, plain)
     return pivot, ahead + own[1] * fade
 
 
@@ -179,7 +185,7 @@ def _totals(
     def tile(k: Any, carry: Carry) -> Carry:
         return running(stretches.load_x(x_ref, k), carry)[1]
 
-    carry = stretches.through(tile, carried(_nothing(stretches)), count=looped)
+    carry = stretches.through(tile, stretches.carried(_nothing(stretches)), count=looped)
     held = []
     for k in range(looped, plan.each):
         sums, carry = running(stretches.load_x(x_ref, k), carry)
@@ -203,5 +209,5 @@ def _walk(
         stretches.put_pair(marks, k + 1, after)
         return after
 
-    after: Carry = stretches.through(tile, carried(first), count=count)
+    after: Carry = stretches.through(tile, stretches.carried(first), count=count)
     return after

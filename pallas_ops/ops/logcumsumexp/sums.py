@@ -14,7 +14,7 @@ from pallas_ops.core import launch
 from pallas_ops.core.fastmath import LOG2E, exp2, log2, multiply_add, reciprocal
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Steps, Tile
+from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Lost, Pair, Steps, Tile
 
 LN2 = math.log(2)
 FAINT = 2.0**-16  # of its pivot: if a prefix is smaller, its logarithm loses digits
@@ -85,12 +85,14 @@ def raised(x: jax.Array, pivot: jax.Array) -> jax.Array:
     return jnp.where(x > pivot + 1, jnp.minimum(x, HUGE), pivot)
 
 
-def plus(s: jax.Array, lost: jax.Array, x: jax.Array) -> Pair:
+def plus(s: jax.Array, lost: Lost, x: jax.Array) -> tuple[jax.Array, Lost]:
     """s + x, and what that loses, with what s had lost: many small x may come to something.
 
     Where |x| > |s| what it loses is known to an ulp of x only: once, if sums grow; and never more
-    than that x's own rounding.
+    than that x's own rounding. Where `lost` is None it is let go.
     """
+    if lost is None:
+        return s + x, None
     x = x + lost
     total = s + x
     return total, jnp.where(jnp.abs(total) < jnp.inf, x - (total - s), 0.0)
@@ -102,10 +104,10 @@ def risen(grad: Carry, pivot: jax.Array) -> Pair:
     return grad[1] * factor, grad[2] * factor
 
 
-def sunk(carry: Carry, pivot: jax.Array) -> Pair:
+def sunk(carry: Carry, pivot: jax.Array) -> tuple[jax.Array, Lost]:
     """The sum below another pivot, and what it has lost."""
     fade = exp2((carry[0] - pivot) * LOG2E)
-    return carry[1] * fade, carry[2] * fade
+    return carry[1] * fade, None if carry[2] is None else carry[2] * fade
 
 
 def add_total(carry: Carry, pair: Pair) -> Carry:
@@ -122,12 +124,18 @@ def running(xs: list[jax.Array], before: Carry) -> tuple[list[jax.Array], Carry]
     """Each group's own running sums, and what there is after them, below whose pivot they are."""
     pivot = raised(functools.reduce(larger, xs), before[0])
     es = exponentials(xs, pivot)
-    return list(itertools.accumulate(es)), add_total(before, (pivot, total_of(es)))
+    sums = list(itertools.accumulate(es))
+    count = min(8, len(es))
+    total = total_of(es[count:], (count, sums[count - 1]))
+    return sums, add_total(before, (pivot, total))
 
 
-def total_of(xs: Iterable[jax.Array]) -> jax.Array:
-    """The sum of a power of two of them, as a tree: fewer roundings. Each is added at once."""
-    sums: list[tuple[int, jax.Array]] = []  # of how many
+def total_of(xs: Iterable[jax.Array], *known: tuple[int, jax.Array]) -> jax.Array:
+    """The sum of a power of two of them, as a tree: fewer roundings. Each is added at once.
+
+    That of the first ones may be `known`, and how many they were.
+    """
+    sums = list(known)
     for x in xs:
         sums.append((1, x))
         while len(sums) > 1 and sums[-2][0] == sums[-1][0]:

@@ -9,6 +9,7 @@ last group on). All of a group's are one lane's, so that sums along them move no
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from pallas_ops.core.tiles import Ref, both, span, stack, unstack
 from pallas_ops.ops.logcumsumexp.plan import Plan
 
 Pair = tuple[jax.Array, jax.Array]
-Carry = tuple[jax.Array, jax.Array, jax.Array]
+Lost = Any  # an array, or None: not kept
+Carry = tuple[jax.Array, jax.Array, Lost]
 
 HUGE = float(jnp.finfo(jnp.float32).max)
 
@@ -97,15 +99,18 @@ class Tile:
         shape = jnp.broadcast_shapes(position.shape, column.shape)
         self.mask = both(*(None if x is None else jnp.broadcast_to(x, shape) for x in masks))
 
-    def load(self, ref: Ref, other: float = 0.0) -> jax.Array:
-        """The tile in float32, `other` where there is none."""
+    def load(self, ref: Ref, other: float = 0.0, *, packed: bool = False) -> jax.Array:
+        """The tile in float32, `other` where there is none.
+
+        `packed` numbers are converted by registers: fewer instructions, elsewhere more registers.
+        """
         mask = self.mask
         x = plgpu.load(ref.at[self.index], mask=mask, other=None if mask is None else other)
-        return self.plan.settled(x.astype(jnp.float32))
+        return self.plan.settled(fastmath.widened(x) if packed else x.astype(jnp.float32))
 
-    def load_x(self, ref: Ref) -> jax.Array:
+    def load_x(self, ref: Ref, *, packed: bool = False) -> jax.Array:
         """The same of x: -inf where there is none, else clipped."""
-        x = self.load(ref, -jnp.inf)
+        x = self.load(ref, -jnp.inf, packed=packed)
         clip = self.plan.clip
         if clip is None:
             return x
