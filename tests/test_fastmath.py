@@ -61,6 +61,17 @@ def test_bfloat16_is_widened_exactly(rng: Rng) -> None:
     np.testing.assert_array_equal(run(lambda x: fastmath.widened(x.astype(jnp.bfloat16)), x), x)
 
 
+def test_larger_of_bfloat16_drops_nan(rng: Rng) -> None:
+    x, y = (to_float64(jnp.asarray(rng.standard_normal(1024), jnp.bfloat16)) for _ in range(2))
+    x[:4], y[:4] = (np.nan, 1, np.inf, -np.inf), (1, np.nan, np.nan, -2)
+
+    def larger(x: jax.Array, y: jax.Array) -> jax.Array:
+        x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+        return fastmath.larger(x, y).astype(jnp.float32)
+
+    np.testing.assert_array_equal(run(larger, x, y), np.fmax(x, y))
+
+
 def test_exp2_is_within_2_ulp(rng: Rng) -> None:
     """On a card; XLA for CPUs rounds x log(2) before it takes exp."""
     x = rng.uniform(-125, 127, 1024).astype(np.float32)

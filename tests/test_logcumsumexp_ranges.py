@@ -202,15 +202,24 @@ def test_gradient_at_infinity_is_that_of_logsumexp(
     np.testing.assert_allclose(dx, jax.vjp(ends, x)[1](do)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["xla", KERNEL])
-def test_clip_clamps_x_and_state_without_gradient_outside(rng: Rng, implementation: Any) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "config"),
+    [
+        ("xla", None),
+        (KERNEL, None),
+        (KERNEL, LogcumsumexpConfig(block_n=2, block_c=8, held_n=2, num_parts=2)),
+    ],
+)
+def test_clip_clamps_x_and_state_without_gradient_outside(
+    rng: Rng, implementation: Any, config: LogcumsumexpConfig | None
+) -> None:
     x, initial, do, dfinal = arguments(rng, (45, 5), 0)
     x, initial = 3 * x, jnp.asarray([[-9.0, 9.0, 0.5, -jnp.inf, jnp.inf]])
-    got = pulled(implementation, axis=0, clip=2.0)(x, initial, do, dfinal)
+    got = pulled(implementation, axis=0, clip=2.0, config=config)(x, initial, do, dfinal)
     clipped = np.clip(x, -2, 2), np.clip(initial, -2, 2)
     out, final, dx, dinitial = loop(*clipped, do, dfinal, axis=0)
     inside = [np.abs(y) <= 2 for y in (x, initial)]
     assert_exact(got, (out, final, dx * inside[0], dinitial * inside[1]), do, 0)
-    out = both(implementation, axis=0, clip=2.0)(x)[0]
+    out = both(implementation, axis=0, clip=2.0, config=config)(x)[0]
     nothing = np.full((1, 5), -np.inf)
     assert_close(out, loop(clipped[0], nothing, do, dfinal, axis=0)[0], scale=1.0, terms=4)

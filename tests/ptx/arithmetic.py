@@ -40,6 +40,14 @@ for _pattern, _fn in {
     instruction(_pattern)(_elementwise(_fn))
 
 
+@instruction(r"max\.bf16x2")
+def larger_two(m: Machine, i: Instruction) -> None:
+    a, b = (m.read(x, "u32") for x in i.operands[1:])
+    low = np.fmax(*((x << np.uint32(16)).view(np.float32) for x in (a, b)))
+    high = np.fmax(*((x & np.uint32(0xFFFF0000)).view(np.float32) for x in (a, b)))
+    m.write(i.operands[0], high.view(np.uint32) | low.view(np.uint32) >> np.uint32(16))
+
+
 @instruction(r"mad\.lo\.[su](16|32|64)")
 def multiply_add_integers(m: Machine, i: Instruction) -> None:
     a, b, c = (m.read(x, i.type) for x in i.operands[1:])

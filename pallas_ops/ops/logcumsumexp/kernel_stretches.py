@@ -6,6 +6,7 @@ lane asks another. Unless what was before lies too far below: then pairs follow 
 the variant `recurrence`. The last tiles are not gone through again: their sums stay in registers.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_ops.core.fastmath import LOG2E, exp2, multiply_add
+from pallas_ops.core.fastmath import LOG2E, exp2, larger, multiply_add, widened
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.core.triton_ext import pipelined, scan
 from pallas_ops.ops.logcumsumexp import kernel_parts
@@ -57,7 +58,17 @@ class Stretches:
         return [Tile(self.columns, first + j, self.shape[0], every=every) for j in range(size)]
 
     def load_x(self, ref: Ref, k: Any) -> list[jax.Array]:
-        return [row.load_x(ref, packed=True) for row in self.rows(k)]
+        return self.load_top(ref, k)[0]
+
+    def load_top(self, ref: Ref, k: Any) -> tuple[list[jax.Array], jax.Array]:
+        """x, and the largest of each stretch's."""
+        rows = self.rows(k)
+        stored = [row.stored(ref, -jnp.inf) for row in rows]
+        settled = self.plan.settled
+        xs = [row.clipped(settled(widened(x))) for row, x in zip(rows, stored, strict=True)]
+        if self.plan.clip is None and ref.dtype == jnp.bfloat16:
+            return xs, settled(widened(functools.reduce(larger, stored)))
+        return xs, functools.reduce(larger, xs)
 
     def store(self, ref: Ref, k: Any, pairs: Iterable[Pair]) -> None:
         """Stores the logarithms."""
@@ -183,12 +194,14 @@ def _totals(
     looped = max(0, plan.each - plan.c.held_n // plan.c.block_n)
 
     def tile(k: Any, carry: Carry) -> Carry:
-        return running(stretches.load_x(x_ref, k), carry)[1]
+        xs, top = stretches.load_top(x_ref, k)
+        return running(xs, carry, top)[1]
 
     carry = stretches.through(tile, stretches.carried(_nothing(stretches)), count=looped)
     held = []
     for k in range(looped, plan.each):
-        sums, carry = running(stretches.load_x(x_ref, k), carry)
+        xs, top = stretches.load_top(x_ref, k)
+        sums, carry = running(xs, carry, top)
         held.append((carry[0], sums))
     return carry[:2], held
 

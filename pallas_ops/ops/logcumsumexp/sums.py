@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import launch
-from pallas_ops.core.fastmath import LOG2E, exp2, log2, multiply_add, reciprocal
+from pallas_ops.core.fastmath import LOG2E, exp2, larger, log2, multiply_add, reciprocal
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Lost, Pair, Steps, Tile
@@ -21,17 +21,12 @@ FAINT = 2.0**-16  # of its pivot: if a prefix is smaller, its logarithm loses di
 SAFE = -math.log(FAINT)  # how far below the pivot a prefix may lie
 
 
-def larger(x: jax.Array, y: jax.Array | float) -> jax.Array:
-    """Without NaN, which the card drops, so the interpreter has to."""
-    return jnp.fmax(x, y) if launch.is_interpreted() else jnp.maximum(x, y)
-
-
 def finite(x: jax.Array) -> jax.Array:
     return jnp.minimum(larger(x, -HUGE), HUGE)
 
 
 def largest(x: jax.Array) -> jax.Array:
-    """[columns], without NaN, as `larger`."""
+    """[columns], without NaN, which the card drops, so the interpreter has to."""
     return (jnp.where(x == x, x, -jnp.inf) if launch.is_interpreted() else x).max(axis=0)
 
 
@@ -120,9 +115,11 @@ def _exclusive(before: Any, after: Any) -> Any:
     return before[1] + after[0], before[1] + after[1]
 
 
-def running(xs: list[jax.Array], before: Carry) -> tuple[list[jax.Array], Carry]:
+def running(
+    xs: list[jax.Array], before: Carry, top: jax.Array | None = None
+) -> tuple[list[jax.Array], Carry]:
     """Each group's own running sums, and what there is after them, below whose pivot they are."""
-    pivot = raised(functools.reduce(larger, xs), before[0])
+    pivot = raised(functools.reduce(larger, xs) if top is None else top, before[0])
     es = exponentials(xs, pivot)
     sums = list(itertools.accumulate(es))
     count = min(8, len(es))

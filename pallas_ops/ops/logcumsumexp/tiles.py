@@ -99,18 +99,20 @@ class Tile:
         shape = jnp.broadcast_shapes(position.shape, column.shape)
         self.mask = both(*(None if x is None else jnp.broadcast_to(x, shape) for x in masks))
 
-    def load(self, ref: Ref, other: float = 0.0, *, packed: bool = False) -> jax.Array:
-        """The tile in float32, `other` where there is none.
-
-        `packed` numbers are converted by registers: fewer instructions, elsewhere more registers.
-        """
+    def stored(self, ref: Ref, other: float = 0.0) -> jax.Array:
+        """The tile, `other` where there is none."""
         mask = self.mask
-        x = plgpu.load(ref.at[self.index], mask=mask, other=None if mask is None else other)
-        return self.plan.settled(fastmath.widened(x) if packed else x.astype(jnp.float32))
+        return plgpu.load(ref.at[self.index], mask=mask, other=None if mask is None else other)
 
-    def load_x(self, ref: Ref, *, packed: bool = False) -> jax.Array:
-        """The same of x: -inf where there is none, else clipped."""
-        x = self.load(ref, -jnp.inf, packed=packed)
+    def load(self, ref: Ref, other: float = 0.0) -> jax.Array:
+        """The same in float32."""
+        return self.plan.settled(self.stored(ref, other).astype(jnp.float32))
+
+    def load_x(self, ref: Ref) -> jax.Array:
+        """The tile of x in float32: -inf where there is none, else clipped."""
+        return self.clipped(self.load(ref, -jnp.inf))
+
+    def clipped(self, x: jax.Array) -> jax.Array:
         clip = self.plan.clip
         if clip is None:
             return x
