@@ -38,7 +38,7 @@ from pallas_ops.ops.logcumsumexp.sums import (
 )
 from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Tile
 
-FEW = 4  # tiles
+FEW = 4  # tiles, each of which may take 2**-24 from a sum
 
 Step = Callable[[list[jax.Array], Carry], tuple[Iterable[Pair], Carry]]  # a lane's, of a tile
 
@@ -76,7 +76,7 @@ class Stretches:
             row.store(ref, log_of(pair))
 
     def carried(self, pair: Pair) -> Carry:
-        """Before a stretch; of a few tiles without what rounding takes, which is 2**-24 of each."""
+        """Before a stretch; what rounding takes is not kept where the tiles are few."""
         return (*pair, None) if self.plan.each <= FEW else carried(pair)
 
     def through(

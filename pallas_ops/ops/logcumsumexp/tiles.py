@@ -113,6 +113,7 @@ class Tile:
         return self.clipped(self.load(ref, -jnp.inf))
 
     def clipped(self, x: jax.Array) -> jax.Array:
+        """x of the tile between -clip and clip, if there is one."""
         clip = self.plan.clip
         if clip is None:
             return x
