@@ -51,6 +51,11 @@ REFUSED = [
         "num_parts is 2; accepted: 1",
     ),
     (dict(config=3), TypeError, "config is 3; accepted: None or a ChunkCumsumDecayConfig"),
+    (
+        dict(config=ChunkCumsumDecayConfig(block_n=8), implementation="xla"),
+        ValueError,
+        "are both given",
+    ),
 ]
 
 

@@ -43,6 +43,11 @@ REFUSED = [
     (dict(initial_state=jnp.zeros(2, jnp.int32)), TypeError, "initial_state.dtype is 'int32'"),
     (dict(implementation="cuda"), ValueError, "implementation is 'cuda'; accepted: None, 'triton'"),
     (dict(config=3), TypeError, "config is 3; accepted: None or a LogcumsumexpConfig"),
+    (
+        dict(config=LogcumsumexpConfig(block_n=8), implementation="xla"),
+        ValueError,
+        "are both given",
+    ),
 ]
 
 

@@ -40,6 +40,7 @@ SEQUENCE = LrpeCosineConfig(block_n=4, block_d=4)
         (dict(act="softmax", axis=2), ValueError, r"axis is 2; accepted.* 1 or -3 \(the seq"),
         (dict(implementation="cuda"), ValueError, "implementation is 'cuda'; accepted: None"),
         (dict(config=3), TypeError, "config is 3; accepted: None or a LrpeCosineConfig"),
+        (dict(config=LrpeCosineConfig(), implementation="xla"), ValueError, "are both given"),
         (dict(act="softmax", axis=1, config=SEQUENCE), ValueError, "accepted, .* 'block'"),
         (
             dict(act="softmax", axis=3, config=LrpeCosineConfig(block_d=2)),

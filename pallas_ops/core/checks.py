@@ -47,8 +47,12 @@ def one_of(name: str, value: Any, options: tuple[str | None, ...]) -> None:
         raise ValueError(f"{_is(name, value)}; accepted: {', '.join(map(repr, options))}")
 
 
-def implementation(value: Any) -> None:
+def implementation(value: Any, config: Any, cls: type) -> None:
+    """One of those there are; a config, if any, is its kernel's."""
     one_of("implementation", value, IMPLEMENTATIONS)
+    instance("config", config, cls)
+    if value == "xla" and config is not None:
+        raise ValueError("config and implementation='xla' are both given; accepted: one of them")
 
 
 def same_floating(arrays: Mapping[str, Any]) -> None:

@@ -59,7 +59,7 @@ def chunk_cumsum_decay(
       dtype: that of the result; default: that of x.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
         elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
-      config: launch choices, of the gradient as well; None chooses by shape.
+      config: launch choices, of the gradient as well; None chooses by shape. "xla" takes none.
 
     Returns:
       An array of x's shape. Differentiable in x: the gradient is the op turned round.
@@ -104,8 +104,7 @@ def _check(
     config: ChunkCumsumDecayConfig | None,
 ) -> vjp.Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
-    checks.implementation(implementation)
-    checks.instance("config", config, ChunkCumsumDecayConfig)
+    checks.implementation(implementation, config, ChunkCumsumDecayConfig)
     shape, own = x
     checks.same_floating({"x": jax.ShapeDtypeStruct(shape, own)})
     axis = checks.axis(axis, shape)

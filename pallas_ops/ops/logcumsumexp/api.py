@@ -46,7 +46,7 @@ def logcumsumexp(
       clip: clamps x and the state to [-clip, clip] first, with gradient 0 outside. A Python number.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
         elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
-      config: launch choices; None chooses by shape.
+      config: launch choices; None chooses by shape. "xla" takes none.
 
     Returns:
       An array like x. Differentiable in x and initial_state.
@@ -106,8 +106,7 @@ def _check(
     config: LogcumsumexpConfig | None,
 ) -> vjp.Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
-    checks.implementation(implementation)
-    checks.instance("config", config, LogcumsumexpConfig)
+    checks.implementation(implementation, config, LogcumsumexpConfig)
     shape, dtype = x
     checks.same_floating({"x": jax.ShapeDtypeStruct(shape, dtype)})
     axis = checks.axis(axis, shape)

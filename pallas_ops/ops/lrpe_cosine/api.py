@@ -52,7 +52,7 @@ def lrpe_cosine(
       layout: "BNHD" or "BHND"; neither is transposed.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
         elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
-      config: launch choices; None chooses by shape.
+      config: launch choices; None chooses by shape. "xla" takes none.
 
     Returns:
       x's shape with 2D features, in the dtype of x. Differentiable in x, theta and real positions.

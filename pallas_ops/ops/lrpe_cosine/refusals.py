@@ -85,8 +85,7 @@ def params(
     config: LrpeCosineConfig | None,
 ) -> Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
-    checks.implementation(implementation)
-    checks.instance("config", config, LrpeCosineConfig)
+    checks.implementation(implementation, config, LrpeCosineConfig)
     checks.same_floating({"x": x})
     sizes = _sizes(x, layout)
     num_axes = positions.shape[-1] if positions is not None else len(shape or (0,))

@@ -60,7 +60,7 @@ def tpa_decode(
         results are merged by their log-sum-exp, and `lengths` count over all shards.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
         elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
-      config: launch choices of the forward kernel; None chooses by shape.
+      config: launch choices of the forward kernel; None chooses by shape. "xla" takes none.
 
     Returns:
       [B, N, H, E] in the dtype of the factors. Differentiable in all six.
@@ -141,8 +141,7 @@ def _check(
     *scales: float | None,
 ) -> vjp.Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
-    checks.implementation(implementation)
-    checks.instance("config", config, TpaDecodeConfig)
+    checks.implementation(implementation, config, TpaDecodeConfig)
     checks.instance("axis_name", axis_name, str)
     aq, ak, av, bq, bk, bv = (jax.ShapeDtypeStruct(*f) for f in factors)
     sizes: dict[str, int] = {}
