@@ -1,8 +1,9 @@
 """How much device memory a call needs at its peak, inputs included, in MiB.
 
 On a GPU it is the allocator's own peak. That cannot be reset, so each case gets a fresh process;
-and since XLA tries kernels out on scratch memory while it compiles, that process loads what the
-parent compiled. On a CPU, which keeps no such count, it is what XLA planned for the program.
+since XLA tries kernels out on scratch memory while it compiles, that process loads what the parent
+compiled; and since a pool that grows hands out more than is asked for (32 MiB for 24), its pool has
+one size. On a CPU, which keeps no such count, it is what XLA planned for the program.
 """
 
 import json
@@ -21,6 +22,7 @@ from benchmarks import peers
 MIB = 2**20
 _ROOT = pathlib.Path(__file__).parents[1]
 _SECONDS = 600
+_POOLS = 0.8  # of the card, for all processes that measure; PyTorch has its own
 
 Spec = dict[str, Any]  # which case and provider: what `python -m` can be told
 Peak = dict[str, Any]  # {"memory_mib": ...} or {"memory_reason": ...}
@@ -67,21 +69,29 @@ def peaks(module: str, specs: Sequence[Spec], *, jobs: int) -> Iterator[tuple[in
     """
     failed = []
     with futures.ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(_one_peak, module, spec): i for i, spec in enumerate(specs)}
+        share = _POOLS / jobs
+        running = {pool.submit(_one_peak, module, spec, share): i for i, spec in enumerate(specs)}
         for future in futures.as_completed(running):
             if "memory_reason" in future.result() and jobs > 1:
                 failed.append(running[future])
             else:
                 yield running[future], future.result()
     for index in failed:
-        yield index, _one_peak(module, specs[index])
+        yield index, _one_peak(module, specs[index], _POOLS)
 
 
-def _one_peak(module: str, spec: Spec) -> Peak:
+def _one_peak(module: str, spec: Spec, share: float) -> Peak:
+    pool = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share}"}
     command = [sys.executable, "-m", module, f"--memory_case={json.dumps(spec)}"]
     try:
         child = subprocess.run(
-            command, cwd=_ROOT, capture_output=True, text=True, timeout=_SECONDS, check=False
+            command,
+            cwd=_ROOT,
+            env=os.environ | pool,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return {"memory_reason": f"not done after {_SECONDS} s"}

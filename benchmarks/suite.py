@@ -177,7 +177,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": getattr(sys.modules.get("torch"), "__version__", ""),
         "cache": "cold" if timing.on_gpu() else "warm",
-        "memory": "allocator's peak" if timing.on_gpu() else "XLA's plan, not measured",
+        "memory": "allocator's peak, fixed pool" if timing.on_gpu() else "XLA's plan, not measured",
     }
     return {name: value for name, value in found.items() if value}
 

@@ -64,9 +64,14 @@ def test_peaks_come_from_processes_and_failures_are_tried_again_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[int] = []
+    pools: list[float] = []
 
-    def answer(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def answer(
+        command: list[str], *, env: dict[str, str], **_: Any
+    ) -> subprocess.CompletedProcess[str]:
         assert command[:3] == [sys.executable, "-m", "benchmarks.toy"]
+        assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+        pools.append(float(env["XLA_PYTHON_CLIENT_MEM_FRACTION"]))
         n = json.loads(command[3].removeprefix("--memory_case="))["n"]
         tries.append(n)
         if n == 1 and tries.count(1) == 1:
@@ -83,6 +88,7 @@ def test_peaks_come_from_processes_and_failures_are_tried_again_alone(
         2: {"memory_reason": "killed: no memory"},
     }
     assert sorted(tries) == [0, 1, 1, 2, 2]
+    assert pools == [0.4, 0.4, 0.4, 0.8, 0.8]
 
 
 def test_a_process_runs_the_case_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
