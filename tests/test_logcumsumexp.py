@@ -15,8 +15,10 @@ from tests.support import (
     assert_as_good_as_reference,
     assert_close,
     case,
+    in_float64,
     kernel_implementation,
     random_array,
+    to_float64,
     value_and_vjp,
 )
 
@@ -68,6 +70,33 @@ def test_kernel_is_the_loop(rng: Rng, case: dict[str, Any]) -> None:
     options = {k: v for k, v in case.items() if k != "shape"}
     xs = arguments(rng, case["shape"], case["axis"])
     assert_exact(pulled(KERNEL, **options)(*xs), loop(*xs, **options), xs[2], case["axis"])
+
+
+LONG = [
+    case(axis=0),
+    case(axis=1),
+    case(axis=1, reverse=True),
+    case(axis=0, config=LogcumsumexpConfig(block_n=64, block_c=4, block_exact=16)),
+    case(
+        axis=0,
+        config=LogcumsumexpConfig(variant="recurrence", block_n=16, block_c=4, num_parts=16),
+    ),
+]
+
+
+@pytest.mark.parametrize("options", LONG)
+def test_a_long_odd_axis(rng: Rng, options: dict[str, Any]) -> None:
+    """Each gradient is held to the size of what it is a sum of."""
+    x, initial, do, dfinal = arguments(rng, (65_537, 3), 0)
+    x = x.at[:, 1].multiply(60).at[:20_001, 2].set(-jnp.inf)
+    initial = initial.at[:, 2].set(-jnp.inf)
+    xs = [jnp.moveaxis(y, 0, options["axis"]) for y in (x, initial, do, dfinal)]
+    reference = pulled("xla", **{k: v for k, v in options.items() if k != "config"})
+    got, want = pulled(KERNEL, **options)(*xs), in_float64(reference, *xs)
+    sizes = in_float64(reference, *xs[:2], *map(jnp.abs, xs[2:]))
+    assert_exact(got, want, xs[2], options["axis"])
+    for g, w, size in zip(got[2:], want[2:], sizes[2:], strict=True):
+        assert (np.abs(to_float64(g) - w) <= 1e-5 * size + 1e-30).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
