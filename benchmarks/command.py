@@ -1,14 +1,12 @@
 """The command line of every benchmark module: flags, a progress bar, tables, files."""
 
 import functools
-import json
 import pathlib
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
 
 from absl import app, flags
-from jax.extend import backend
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
@@ -23,13 +21,12 @@ _METRICS = flags.DEFINE_list("metrics", ["speed", "memory"], "speed and/or memor
 _QUICK = flags.DEFINE_bool("quick", False, "few sizes, few repetitions")
 _SWEEP = flags.DEFINE_bool("sweep", False, "time the module's proposals of launches instead")
 _CALLS = flags.DEFINE_integer("calls", None, "calls to take the median of", lower_bound=1)
-_JOBS = flags.DEFINE_integer("jobs", 4, "processes that measure memory at a time", lower_bound=1)
+_JOBS = flags.DEFINE_integer("jobs", 4, "programs that --sweep compiles at a time", lower_bound=1)
 _OUT = flags.DEFINE_string(
     "out",
     None,
     "folder for JSON, tables and plots; whole tables have one: benchmarks/results/<card>/",
 )
-_MEMORY_CASE = flags.DEFINE_string("memory_case", None, "for the suite's own use")
 
 
 def main(benchmark: Benchmark) -> None:
@@ -42,10 +39,7 @@ def main(benchmark: Benchmark) -> None:
 
 
 def _main(benchmark: Benchmark, _: Sequence[str]) -> int:
-    memory.share_device()
-    if _MEMORY_CASE.value:
-        print(json.dumps(suite.memory_case(benchmark, _MEMORY_CASE.value)))
-        return 0
+    memory.fix_pool()
     plans = [_plan(benchmark, mode) for mode in _MODES.value or benchmark.modes]
     folder = _folder(benchmark)
     if not timing.on_gpu():
@@ -79,14 +73,13 @@ def _measured(
     with tempfile.TemporaryDirectory() as cache:
         peaks = timing.on_gpu() and "memory" in plans[0].metrics
         if peaks:
-            memory.share_compilations(cache)
+            memory.keep_compilations(cache)
         for plan in plans:
             reports.append(suite.run(benchmark, plan, advance(len(plan))))
             write(reports[-1])
         if peaks:
-            backend.clear_backends()  # what this process held, the others may need
             for plan, result in zip(plans, reports, strict=True):
-                suite.add_peaks(result, plan, advance(len(plan)))
+                suite.add_peaks(benchmark, result, advance(len(plan)))
                 write(result)
     return reports
 
@@ -94,7 +87,7 @@ def _measured(
 def _swept(benchmark: Benchmark, plans: list[suite.Plan], progress: Progress) -> int:
     """Prints each case's configs, fastest first; a folder for files must be named."""
     with tempfile.TemporaryDirectory() as cache:
-        memory.share_compilations(cache)
+        memory.keep_compilations(cache)
         for plan in plans:
             task = progress.add_task("")
 

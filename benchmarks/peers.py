@@ -27,6 +27,7 @@ def provider(name: str, make: Callable[..., Function], note: str) -> Provider:
         if not timing.on_gpu():
             raise NotImplementedError("no NVIDIA GPU for PyTorch to run on")
         torch = importlib.import_module("torch")
+        torch.compiler.reset()  # else, of the 9th shape and on, torch.compile changes nothing
         return Adapted(torch, make(torch, **point))
 
     return Provider(name=name, make=adapted, jit=False, note=note)
@@ -53,6 +54,13 @@ class Adapted:
         result = self._function(*tensors)
         self._torch.cuda.synchronize()  # as block_until_ready, which does not know this stream
         return jax.dlpack.from_dlpack(result)
+
+
+def forget() -> None:
+    """Gives back what PyTorch keeps for later calls, and has its peak start anew."""
+    if torch := sys.modules.get("torch"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def peak_bytes() -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import platform
 import shutil
 import subprocess
@@ -30,7 +29,7 @@ class Plan:
     providers: Sequence[Provider]
     metrics: Sequence[str] = ("speed", "memory")
     calls: int = 50
-    jobs: int = 4  # processes at a time, for peaks
+    jobs: int = 4  # programs compiled at a time, by a sweep
     has: Callable[..., bool] = lambda **_: True
 
     def __len__(self) -> int:
@@ -132,40 +131,28 @@ def _reason(error: Exception) -> str:
     return text if refusal else f"{type(error).__name__}: {text}"
 
 
-def add_peaks(report: records.Report, plan: Plan, advance: Advance = lambda _: None) -> None:
-    """Has each case that came out right run once more, in a process of its own."""
-    right = [
-        (cell, {"provider": name, "mode": table.mode, "dtype": table.dtype, "point": row.point})
-        for table in report.tables
-        for row in table.rows
-        for name, cell in row.cells.items()
-        if not cell.reason
-    ]
+def add_peaks(benchmark: Benchmark, report: records.Report, advance: Advance) -> None:
+    """Runs each case that came out right once more, in a pool of its own."""
     for table in report.tables:
         table.metrics.append("memory")
-    specs = [spec for _, spec in right]
-    for index, peak in memory.peaks(f"benchmarks.{report.op}", specs, jobs=plan.jobs):
-        vars(right[index][0]).update(peak)
-        advance("peak memory")
+        for row, provider in itertools.product(table.rows, benchmark.providers):
+            cell = row.cells.get(provider.name)
+            if cell and not cell.reason:
+                advance("peak memory")
+                memory.new_pool()
+                case = benchmark.case(cases.DTYPES[table.dtype], **row.point)
+                try:
+                    cell.memory_mib = _peak(case, provider, row.point, table.mode)
+                except Exception as error:
+                    cell.memory_reason = _reason(error)
 
 
-def memory_case(benchmark: Benchmark, text: str) -> memory.Peak:
-    """What a fresh process does: one call, and this process's peak."""
-    spec = json.loads(text)
-    case = benchmark.case(cases.DTYPES[spec["dtype"]], **spec["point"])
-    provider = next(p for p in benchmark.providers if p.name == spec["provider"])
-    try:
-        function, arguments = cases.prepare(
-            provider,
-            spec["point"],
-            cases.inputs(case),
-            mode=spec["mode"],
-            constants=len(case.further),
-        )
-        jax.block_until_ready(function(*arguments))
-        return {"memory_mib": memory.peak()}
-    except Exception as error:
-        return {"memory_reason": _reason(error)}
+def _peak(case: Case, provider: Provider, point: Point, mode: str) -> float:
+    function, arguments = cases.prepare(
+        provider, point, cases.inputs(case), mode=mode, constants=len(case.further)
+    )
+    jax.block_until_ready(function(*arguments))
+    return memory.peak()
 
 
 def environment() -> dict[str, Any]:

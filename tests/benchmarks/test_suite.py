@@ -1,11 +1,7 @@
 """A run has every number or the reason why not, and peaks of memory come last."""
 
-import json
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,66 +56,33 @@ def test_planned_memory_counts_arguments_and_results() -> None:
         memory.planned(square, (x,))
 
 
-def test_peaks_come_from_processes_and_failures_are_tried_again_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tries: list[int] = []
-    pools: list[float] = []
-
-    def answer(
-        command: list[str], *, env: dict[str, str], **_: Any
-    ) -> subprocess.CompletedProcess[str]:
-        assert command[:3] == [sys.executable, "-m", "benchmarks.toy"]
-        assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
-        pools.append(float(env["XLA_PYTHON_CLIENT_MEM_FRACTION"]))
-        n = json.loads(command[3].removeprefix("--memory_case="))["n"]
-        tries.append(n)
-        if n == 1 and tries.count(1) == 1:
-            return subprocess.CompletedProcess(command, 0, '{"memory_reason": "full"}\n')
-        if n == 2:
-            return subprocess.CompletedProcess(command, -6, "", "warning\nkilled: no memory\n\n")
-        return subprocess.CompletedProcess(command, 0, f'noise\n{{"memory_mib": {n}.5}}\n')
-
-    monkeypatch.setattr(subprocess, "run", answer)
-    peaks = dict(memory.peaks("benchmarks.toy", [{"n": n} for n in range(3)], jobs=2))
-    assert peaks == {
-        0: {"memory_mib": 0.5},
-        1: {"memory_mib": 1.5},
-        2: {"memory_reason": "killed: no memory"},
-    }
-    assert sorted(tries) == [0, 1, 1, 2, 2]
-    assert pools == [0.4, 0.4, 0.4, 0.8, 0.8]
-
-
-def test_a_process_runs_the_case_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "peak", lambda: 12.5)
-    spec = {"provider": "jit", "mode": "bwd", "dtype": "f32", "point": {"k": 1, "n": 8}}
-    assert suite.memory_case(TOY, json.dumps(spec)) == {"memory_mib": 12.5}
-    refused = suite.memory_case(TOY, json.dumps(spec | {"provider": "refused"}))
-    assert refused == {"memory_reason": "square of nothing"}
-
-
 @pytest.mark.usefixtures("gpu")
-def test_peaks_come_last_when_the_card_is_free(
+def test_peaks_come_last_each_from_a_pool_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    log: list[str] = []
     saved = tmp_path / "toy-fwd.md"
+    log: list[str] = []
+    peaks: Iterator[float | str] = iter([12.5, "full", 208.0, 0.0])
 
-    def peaks(_: str, specs: list[memory.Spec], **__: Any) -> Iterator[tuple[int, memory.Peak]]:
-        for i, spec in reversed([*enumerate(specs)]):
-            yield i, {"memory_mib": 100.0 * spec["point"]["k"] + spec["point"]["n"]}
+    def peak() -> float:
+        if isinstance(found := next(peaks), str):
+            raise RuntimeError(found)
+        return found
 
-    monkeypatch.setattr(memory, "peaks", peaks)
-    monkeypatch.setattr(memory, "share_compilations", lambda _: log.append("share"))
+    monkeypatch.setattr(memory, "keep_compilations", lambda _: log.append("keep"))
     monkeypatch.setattr(backend, "clear_backends", lambda: log.append(saved.read_text()))
-    (found,) = command._measured(TOY, [toy_plan()], tmp_path, Progress(disable=True))
-    shared, before = log
-    assert shared == "share"
-    assert "toy-speed" in before
-    assert "toy-memory" not in before
+    monkeypatch.setattr(memory, "peak", peak)
+    some = [p for p in TOY.providers if p.name in ("jit", "jnp", "wrong")]
+    plan = toy_plan(grid={"k": (1, 2), "n": (8,)}, providers=some)
+    (found,) = command._measured(TOY, [plan], tmp_path, Progress(disable=True))
+    kept, *pools = log
+    assert kept == "keep"
+    assert len(pools) == 4  # nothing is asked of what was wrong
+    assert all("toy-speed" in text and "toy-memory" not in text for text in pools)
+    first, second = (table.rows[0].cells for table in found.tables)
+    assert first["jnp"].memory_mib == 12.5
+    assert first["jit"].memory_reason == "RuntimeError: full"
+    assert second["jnp"].memory_mib == 208
+    assert first["wrong"].memory_mib is None
     assert saved.read_text() == report.markdown(found)
-    row = found.tables[1].rows[0]
-    assert row.cells["jit"].memory_mib == 208
-    assert "toy-memory-fwd-k2-f32:" in report.markdown(found)
-    assert row.cells["wrong"].memory_mib is None
+    assert "toy-memory-fwd-k2-f32:" in saved.read_text()
