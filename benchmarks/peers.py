@@ -27,7 +27,7 @@ def provider(name: str, make: Callable[..., Function], note: str) -> Provider:
         if not timing.on_gpu():
             raise NotImplementedError("no NVIDIA GPU for PyTorch to run on")
         torch = importlib.import_module("torch")
-        torch.compiler.reset()  # else, of the 9th shape and on, torch.compile changes nothing
+        torch.compiler.reset()  # it compiles a function 8 times, then runs it as it stands
         return Adapted(torch, make(torch, **point))
 
     return Provider(name=name, make=adapted, jit=False, note=note)
