@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as _triton
 from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
 
 from pallas_ops import reference as reference
+from pallas_ops.core.card import target_gpu as target_gpu
 from pallas_ops.ops.chunk_cumsum_decay import ChunkCumsumDecayConfig as ChunkCumsumDecayConfig
 from pallas_ops.ops.chunk_cumsum_decay import chunk_cumsum_decay as chunk_cumsum_decay
 from pallas_ops.ops.logcumsumexp import LogcumsumexpConfig as LogcumsumexpConfig
@@ -22,6 +23,25 @@ from pallas_ops.ops.lrpe_cosine import md_lrpe_cosine as md_lrpe_cosine
 from pallas_ops.ops.tpa_decode import TpaDecodeConfig as TpaDecodeConfig
 from pallas_ops.ops.tpa_decode import tpa_decode as tpa_decode
 from pallas_ops.ops.tpa_decode import tpa_decode_with_lse as tpa_decode_with_lse
+from pallas_ops.residuals import Residuals as Residuals
+
+__all__ = (
+    "DISABLE_JAX_EXPORT_CHECKS",
+    "ChunkCumsumDecayConfig",
+    "LogcumsumexpConfig",
+    "LrpeCosineConfig",
+    "Residuals",
+    "TpaDecodeConfig",
+    "chunk_cumsum_decay",
+    "logcumsumexp",
+    "logcumsumexp_with_state",
+    "lrpe_cosine",
+    "md_lrpe_cosine",
+    "reference",
+    "target_gpu",
+    "tpa_decode",
+    "tpa_decode_with_lse",
+)
 
 # What `jax.export.export(..., disabled_checks=...)` needs to be told of our kernels' custom call.
 DISABLE_JAX_EXPORT_CHECKS = (

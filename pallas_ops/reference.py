@@ -1,12 +1,164 @@
-"""The ops in jax.numpy: the same names and signatures, without `implementation` and `config`."""
+"""The ops in jax.numpy: same names, arguments and checks, without `implementation` and `config`.
 
-from pallas_ops.ops.chunk_cumsum_decay.reference import chunk_cumsum_decay as chunk_cumsum_decay
-from pallas_ops.ops.logcumsumexp.reference import logcumsumexp as logcumsumexp
-from pallas_ops.ops.logcumsumexp.reference import (
-    logcumsumexp_with_state as logcumsumexp_with_state,
+They are what `implementation="xla"` runs, but run eagerly unless the caller jits them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_ops.ops.chunk_cumsum_decay import api as _chunk_cumsum_decay
+from pallas_ops.ops.chunk_cumsum_decay.reference import Shift
+from pallas_ops.ops.logcumsumexp import api as _logcumsumexp
+from pallas_ops.ops.lrpe_cosine import api as _lrpe_cosine
+from pallas_ops.ops.lrpe_cosine.reference import Act, Layout
+from pallas_ops.ops.tpa_decode import api as _tpa_decode
+from pallas_ops.ops.tpa_decode.vjp import naive as _naive
+
+__all__ = (
+    "chunk_cumsum_decay",
+    "logcumsumexp",
+    "logcumsumexp_with_state",
+    "lrpe_cosine",
+    "md_lrpe_cosine",
+    "tpa_decode",
+    "tpa_decode_naive",
+    "tpa_decode_with_lse",
 )
-from pallas_ops.ops.lrpe_cosine.reference import lrpe_cosine as lrpe_cosine
-from pallas_ops.ops.lrpe_cosine.reference import md_lrpe_cosine as md_lrpe_cosine
-from pallas_ops.ops.tpa_decode.reference import tpa_decode as tpa_decode
-from pallas_ops.ops.tpa_decode.reference import tpa_decode_naive as tpa_decode_naive
-from pallas_ops.ops.tpa_decode.reference import tpa_decode_with_lse as tpa_decode_with_lse
+
+
+def chunk_cumsum_decay(
+    x: ArrayLike,
+    *,
+    axis: SupportsIndex = 1,
+    chunk_size: SupportsIndex = 128,
+    reverse: bool | np.bool_ = False,
+    shift: Shift | None = None,
+    scale: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | Sequence[int] | None = None,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """`pallas_ops.chunk_cumsum_decay` in jax.numpy."""
+    op = _chunk_cumsum_decay
+    sums = axis, chunk_size, reverse, shift
+    return op.evaluate(*op.prepare(x, *sums, scale, cu_seqlens, dtype))
+
+
+def logcumsumexp(
+    x: ArrayLike,
+    *,
+    axis: SupportsIndex = -1,
+    reverse: bool | np.bool_ = False,
+    initial_state: ArrayLike | None = None,
+    clip: float | np.floating[Any] | None = None,
+) -> jax.Array:
+    """`pallas_ops.logcumsumexp` in jax.numpy."""
+    op = _logcumsumexp
+    return op.evaluate(*op.prepare(x, initial_state, axis, reverse, clip))[0]
+
+
+def logcumsumexp_with_state(
+    x: ArrayLike,
+    *,
+    axis: SupportsIndex = -1,
+    reverse: bool | np.bool_ = False,
+    initial_state: ArrayLike | None = None,
+    clip: float | np.floating[Any] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`pallas_ops.logcumsumexp_with_state` in jax.numpy."""
+    op = _logcumsumexp
+    return op.evaluate(*op.prepare(x, initial_state, axis, reverse, clip))
+
+
+def lrpe_cosine(
+    x: ArrayLike,
+    theta: ArrayLike,
+    *,
+    offset: ArrayLike | Sequence[int] = 0,
+    positions: ArrayLike | Sequence[float] | None = None,
+    act: Act = "none",
+    axis: SupportsIndex | None = None,
+    layout: Layout = "BNHD",
+) -> jax.Array:
+    """`pallas_ops.lrpe_cosine` in jax.numpy."""
+    op = _lrpe_cosine
+    return op.evaluate(*op.prepare(x, theta, offset, positions, act, axis, layout))
+
+
+def md_lrpe_cosine(
+    x: ArrayLike,
+    theta: ArrayLike,
+    *,
+    shape: Sequence[SupportsIndex] | np.ndarray[Any, Any] | None,
+    num_prefix_tokens: SupportsIndex = 0,
+    positions: ArrayLike | None = None,
+    act: Act = "none",
+    axis: SupportsIndex | None = None,
+    layout: Layout = "BNHD",
+) -> jax.Array:
+    """`pallas_ops.md_lrpe_cosine` in jax.numpy."""
+    op, grid = _lrpe_cosine, (shape, num_prefix_tokens)
+    return op.evaluate(*op.prepare_md(x, theta, grid, positions, act, axis, layout))
+
+
+def tpa_decode(
+    aq: ArrayLike,
+    ak: ArrayLike,
+    av: ArrayLike,
+    bq: ArrayLike,
+    bk: ArrayLike,
+    bv: ArrayLike,
+    *,
+    lengths: ArrayLike | Sequence[int] | None = None,
+    scale: ArrayLike | None = None,
+    scale_q: ArrayLike | None = None,
+    scale_k: ArrayLike | None = None,
+    scale_v: ArrayLike | None = None,
+    axis_name: str | None = None,
+) -> jax.Array:
+    """`pallas_ops.tpa_decode` in jax.numpy."""
+    op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
+    return op.evaluate(*op.prepare((aq, ak, av, bq, bk, bv), lengths, scales, axis_name))[0]
+
+
+def tpa_decode_with_lse(
+    aq: ArrayLike,
+    ak: ArrayLike,
+    av: ArrayLike,
+    bq: ArrayLike,
+    bk: ArrayLike,
+    bv: ArrayLike,
+    *,
+    lengths: ArrayLike | Sequence[int] | None = None,
+    scale: ArrayLike | None = None,
+    scale_q: ArrayLike | None = None,
+    scale_k: ArrayLike | None = None,
+    scale_v: ArrayLike | None = None,
+    axis_name: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`pallas_ops.tpa_decode_with_lse` in jax.numpy."""
+    op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
+    return op.evaluate(*op.prepare((aq, ak, av, bq, bk, bv), lengths, scales, axis_name))
+
+
+def tpa_decode_naive(
+    aq: ArrayLike,
+    ak: ArrayLike,
+    av: ArrayLike,
+    bq: ArrayLike,
+    bk: ArrayLike,
+    bv: ArrayLike,
+    *,
+    lengths: ArrayLike | Sequence[int] | None = None,
+    scale: ArrayLike | None = None,
+    scale_q: ArrayLike | None = None,
+    scale_k: ArrayLike | None = None,
+    scale_v: ArrayLike | None = None,
+) -> jax.Array:
+    """`tpa_decode` by materialising q, k and v in their factors' dtypes and attending to them."""
+    op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
+    operands = op.prepare((aq, ak, av, bq, bk, bv), lengths, scales, None)
+    return op.evaluate(*operands, attention=_naive)[0]

@@ -26,13 +26,15 @@ REFUSED = [
     (dict(axis=2), ValueError, r"axis is 2 and x.shape \(2, 3\); accepted: -x.ndim <= axis"),
     (dict(axis=1.0), TypeError, "axis is 1.0; accepted: an int"),
     (dict(axis=True), TypeError, "axis is True; accepted: an int"),
+    (dict(x=None), TypeError, "x is None; accepted: an array"),
+    (dict(x="abc"), TypeError, "x is 'abc'; accepted: an array"),
     (dict(x=jnp.zeros(())), ValueError, r"axis is -1 and x.shape \(\)"),
     (dict(reverse=1), TypeError, "reverse is 1; accepted: True or False"),
-    (dict(clip="1"), TypeError, "clip is '1'; accepted: a Python or NumPy real number"),
+    (dict(clip="1"), TypeError, "clip is '1'; accepted: None or a number >= 0"),
     (
         dict(clip=jnp.ones(2)),
         TypeError,
-        r"clip is Array\(\[1., 1.\].*; accepted: a Python",
+        r"clip is an array float32\[2\]; accepted: .* call jax.numpy.clip",
     ),
     (dict(clip=-1.0), ValueError, "clip is -1.0; accepted: None or a number >= 0"),
     (
@@ -86,12 +88,6 @@ def test_kernels_count_in_32_bits(shape: tuple[int, ...], axis: int, what: str |
         message = rf"whose kernel does not take 2\*\*31 or more \({what}\)"
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(partial(pallas_ops.logcumsumexp, axis=axis, implementation="triton"), x)
-
-
-def test_the_summed_axis_has_a_known_size() -> None:
-    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, n"), jnp.float32)
-    with pytest.raises(ValueError, match=r"x.shape is \(b, n\); accepted: .* not on axis 1"):
-        jax.export.export(jax.jit(pallas_ops.logcumsumexp))(x)
 
 
 def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None:

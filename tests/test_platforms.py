@@ -14,9 +14,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 import pallas_ops
-from tests import h200
 from tests.ops import OPS, TERMS, TestedOp, compiled, every_op, random_weights, words
-from tests.support import assert_close, kernel_implementation, value_and_vjp
+from tests.support import assert_close, kernel_implementation, random_array, value_and_vjp
 
 KERNEL = kernel_implementation()
 Rng = np.random.Generator
@@ -117,17 +116,73 @@ jax.make_jaxpr(jax.vmap(op.fn))(*[jax.ShapeDtypeStruct((2, *x.shape), x.dtype) f
     subprocess.run([sys.executable, "-c", program], check=True, env=env, cwd=ROOT)
 
 
-@every_op
-def test_export_of_open_sizes_runs_the_reference(rng: Rng, op: TestedOp) -> None:
-    (b,) = jax.export.symbolic_shape("b")
+def axis_letters(op: TestedOp) -> list[str]:
+    return sorted({letter for axes in op.operands for letter in axes.split()})
+
+
+OPEN: list[tuple[TestedOp, tuple[str, ...]]]
+OPEN = [(op, (letter,)) for op in OPS for letter in axis_letters(op)]
+OPEN += [(op, tuple(axis_letters(op))) for op in OPS]
+
+
+@pytest.mark.parametrize(
+    ("op", "letters"), OPEN, ids=lambda x: getattr(x, "name", None) or "".join(x)
+)
+def test_export_of_open_sizes_runs_the_reference(
+    rng: Rng, op: TestedOp, letters: tuple[str, ...]
+) -> None:
+    """Of any axis, alone and together with all others; with its gradient."""
+    symbols = dict(zip(letters, jax.export.symbolic_shape(", ".join(letters)), strict=True))
     xs = jax.device_put(op.arguments(rng, b=3), jax.devices("cpu")[0])
-    sizes = dict(op.sizes) | {"b": b}
+    sizes = dict(op.sizes) | {"b": 3} | symbols
     shapes = ([sizes[axis] for axis in axes.split()] for axes in op.operands)
     structs = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, xs, strict=True)]
     exported = jax.export.export(jax.jit(op.fn), platforms=("cpu", "cuda"))(*structs)
-    assert_close(tuple(exported.call(*xs)), compiled(op, "xla")(*xs), terms=TERMS)
+    loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
+    weights = random_weights(rng, op, xs)
+    want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
+    assert_close(tuple(loaded.call(*xs)), want, terms=TERMS)
+    got = tuple(loaded.vjp().call(*xs, *weights))
+    assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
     with pytest.raises(ValueError, match="is 'triton', whose kernel does not take symbolic sizes"):
         jax.export.export(jax.jit(partial(op.fn, implementation="triton")))(*structs)
+
+
+def chunks_of(size: int | None, **options: Any) -> Any:
+    return lambda x: pallas_ops.chunk_cumsum_decay(x, chunk_size=size or x.shape[1], **options)
+
+
+def on_a_grid(x: jax.Array) -> jax.Array:
+    b, height, width, d = x.shape
+    theta, shape = jax.numpy.ones((1, d)), (height, width)
+    return pallas_ops.md_lrpe_cosine(x.reshape(b, height * width, 1, d), theta, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape", "symbols"),
+    [
+        (chunks_of(4, shift="chunk"), (2, 13, 3), "b, n, c"),
+        (chunks_of(2**20, reverse=True), (2, 13, 3), "b, n, c"),
+        (chunks_of(None, shift="sequence"), (2, 13, 3), "b, n, c"),
+        (lambda x: pallas_ops.lrpe_cosine(x, x[0, 0, :1]), (2, 5, 3, 4), "b, n, h, d"),
+        (on_a_grid, (2, 3, 5, 4), "b, h, w, d"),
+    ],
+    ids=["chunks", "one chunk", "chunk of the axis' own size", "shared theta", "grid"],
+)
+def test_open_sizes_of_other_calls(rng: Rng, fn: Any, shape: tuple[int, ...], symbols: str) -> None:
+    x = random_array(rng, shape)
+    struct = jax.ShapeDtypeStruct(jax.export.symbolic_shape(symbols), x.dtype)
+    assert_close(jax.export.export(jax.jit(fn))(struct).call(x), fn(x), terms=TERMS)
+
+
+def test_the_number_of_a_grids_axes_is_known() -> None:
+    n, k = jax.export.symbolic_shape("n, k")
+    x, theta = jax.ShapeDtypeStruct((1, n, 1, 4), "float32"), jax.numpy.ones((1, 4))
+    fn = partial(pallas_ops.md_lrpe_cosine, theta=theta, shape=None)
+    with pytest.raises(ValueError, match=r"positions.shape is \(n, k\); accepted: .* not for K"):
+        jax.export.export(jax.jit(lambda x, p: fn(x, positions=p)))(
+            x, jax.ShapeDtypeStruct((n, k), "int32")
+        )
 
 
 @every_op
@@ -139,7 +194,7 @@ def test_export_for_cpu_and_cuda(rng: Rng, op: TestedOp) -> None:
         platforms=("cpu", "cuda"),
         disabled_checks=pallas_ops.DISABLE_JAX_EXPORT_CHECKS,
     )
-    with h200.on_h200():
+    with pallas_ops.target_gpu("NVIDIA H100"):  # which need not be there
         exported = export(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs))
         data = exported.serialize(vjp_order=1)
     assert f"pallas_ops_{op.name}".encode() in exported.mlir_module_serialized
@@ -149,3 +204,13 @@ def test_export_for_cpu_and_cuda(rng: Rng, op: TestedOp) -> None:
     assert_close(tuple(loaded.call(*xs)), want, terms=TERMS)
     got = tuple(loaded.vjp().call(*xs, *weights))
     assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
+
+
+@pytest.mark.skipif(jax.__version__ == "0.10.2", reason="which asks for no name")
+@pytest.mark.parametrize("kind", ["NVIDIA H1000x", "H100", ""])
+def test_unknown_targets_are_refused(kind: str) -> None:
+    with (
+        pytest.raises(ValueError, match=f"kind is '{kind}'; accepted: a GPU that JAX .* knows"),
+        pallas_ops.target_gpu(kind),
+    ):
+        pass

@@ -154,6 +154,27 @@ def test_references_keep_explicit_types(rng: Rng, fn: Any, implementation: Any) 
         assert_close(jax.jit(second)(x), want, terms=TERMS)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret", None])
+@pytest.mark.parametrize("theta", [(1, 8), (1, 1), (2, 8), (2, 4)])
+def test_features_that_explicit_axes_split(
+    rng: Rng, theta: tuple[int, int], implementation: Any
+) -> None:
+    """lrpe_cosine gathers them, and its output and gradient are split as x is."""
+    mesh, layout, axes = cpu_mesh(AxisType.Explicit), {"b": "y", "d": "x"}, ("b n h d",)
+    x, angles = random_array(rng, (4, 6, 2, 8)), random_array(rng, theta)
+    weights = random_array(rng, (4, 6, 2, 16))
+    ops = [partial(pallas_ops.lrpe_cosine, theta=angles)]
+    if theta[1] > 1:
+        ops.append(partial(pallas_ops.md_lrpe_cosine, theta=angles, shape=(2, 3)))
+    for op in ops:
+        want = value_and_vjp(partial(op, implementation="xla"), (x,), weights)
+        with jax.set_mesh(mesh):
+            xs, ws = place(mesh, (x,), axes, layout), place(mesh, (weights,), axes, layout)
+            out, grads = value_and_vjp(partial(op, implementation=implementation), xs, ws[0])
+        assert_close((out, grads), want)
+        assert_sharded((out, *grads), axes * 2, mesh, layout)
+
+
 def test_gradient_of_what_is_not_saved_is_sharded_like_it(rng: Rng) -> None:
     """Explicitly: lrpe_cosine without an activation keeps the type of x, and not x."""
     mesh, layout = cpu_mesh(AxisType.Explicit), {"b": "x", "h": "y"}

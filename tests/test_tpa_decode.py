@@ -67,6 +67,23 @@ def test_scales_multiply_what_they_name(rng: Rng) -> None:
         assert_close(got, want, terms=40)
 
 
+def test_scales_may_be_arrays(rng: Rng) -> None:
+    """Scalars, which may be traced; as exact as numbers."""
+    xs = factors(rng, jnp.bfloat16)
+    names, values = ("scale", "scale_q", "scale_k", "scale_v"), (0.3, 0.5, 2.0, 0.7)
+    numbers = both("xla", **dict(zip(names, values, strict=True)))
+    truth = in_float64(numbers, *xs)
+    for implementation in ("xla", KERNEL):
+
+        def scaled(scales: tuple[jax.Array, ...], *xs: jax.Array) -> Any:
+            given: Any = dict(zip(names, scales, strict=True))
+            return pallas_ops.tpa_decode_with_lse(*xs, implementation=implementation, **given)  # noqa: B023
+
+        got = jax.jit(scaled)(tuple(map(jnp.float32, values)), *xs)
+        assert_as_good_as_reference(got, numbers(*xs), truth)
+        assert got[0].dtype == jnp.bfloat16
+
+
 # Forward
 
 
@@ -85,6 +102,26 @@ def test_scores_in_the_tens_keep_their_precision(rng: Rng, dtype: Any) -> None:
     xs = factors(rng, dtype, b=16, m=128, h=8, r=16, d=64, e=32)
     xs = (xs[0] * 40, *xs[1:])
     assert_as_good_as_reference(both(KERNEL)(*xs), both("xla")(*xs), loop(xs, [128] * 16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float32_queries_beside_a_cache_of_16_bits(
+    rng: Rng, shape: dict[str, int], dtype: Any
+) -> None:
+    """The result has the queries' dtype, and all of its digits; gradients have their factors'."""
+    aq, *cache, bq, bk, bv = factors(rng, **shape)
+    ak, av, bk, bv = (x.astype(dtype) for x in (*cache, bk, bv))
+    xs = (aq, ak, av, bq, bk, bv)
+    lengths = jnp.asarray(rng.integers(shape["n"], shape["m"] + 1, shape["b"]), jnp.int32)
+    weights = random_cotangents(rng, jax.eval_shape(both("xla"), *xs))
+    got, own = (value_and_vjp(both(i, lengths=lengths), xs, weights) for i in (KERNEL, "xla"))
+    assert [x.dtype for x in got[1]] == [x.dtype for x in xs]
+    assert_as_good_as_reference(got[0], own[0], loop(xs, lengths))
+    wide = in_float64(
+        lambda xs, weights: jax.vjp(both("xla", lengths=lengths), *xs)[1](weights), xs, weights
+    )
+    assert_as_good_as_reference(got[1], own[1], wide)
 
 
 CONFIGS = [
@@ -122,6 +159,16 @@ def test_keys_beyond_the_length_do_not_exist(rng: Rng, n: int, implementation: A
     assert_close(got, loop((aq, ak, av, bq, bk, bv), lengths), terms=40)
     assert not np.asarray(got[0][0]).any()
     assert (np.asarray(got[1][0]) == -np.inf).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_one_length_for_all_and_lengths_out_of_range(rng: Rng, implementation: Any) -> None:
+    """A scalar is every sequence's; more than M means M, less than 0 means 0."""
+    xs = factors(rng, b=3)
+    run = both(implementation)
+    assert_close(run(*xs, lengths=7), run(*xs, lengths=jnp.full(3, 7)), terms=40)
+    got = run(*xs, lengths=jnp.asarray([-5, 7, 10**6]))
+    assert_close(got, run(*xs, lengths=jnp.asarray([0, 7, 40])), terms=40)
 
 
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])

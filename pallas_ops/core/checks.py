@@ -4,10 +4,12 @@ import dataclasses
 import functools
 import numbers
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, TypeVarTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_ops.core.dispatch import Implementation
 
@@ -17,6 +19,7 @@ FLOAT_DTYPES = (*KERNEL_DTYPES, jnp.dtype("float64"))
 LONGEST = 2**31 - 1  # an axis that kernels can count along
 MAX_WARPS = 32  # of a program
 LARGEST = 2**20  # elements of a tile
+SHOWN = 80  # characters of a value in a message
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -41,10 +44,31 @@ def cached(check: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
     return run
 
 
+def array(name: str, value: Any) -> jax.Array:
+    """What `jax.numpy.asarray` makes of NumPy arrays, numbers and lists."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"{shown(name, value)}; accepted: an array, or numbers that jax.numpy.asarray takes"
+        ) from None
+
+
+def optional_array(name: str, value: Any) -> jax.Array | None:
+    return None if value is None else array(name, value)
+
+
+def signature(x: jax.Array | None) -> Any:
+    """What checks need of an array, and can be hashed."""
+    return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
 def one_of(name: str, value: Any, options: tuple[str | None, ...]) -> None:
-    # What is neither may compare as an array does, and have no one truth.
+    # An array compares elementwise, so the type is tested before `in`.
     if not isinstance(value, str | None) or value not in options:
-        raise ValueError(f"{_is(name, value)}; accepted: {', '.join(map(repr, options))}")
+        raise ValueError(f"{shown(name, value)}; accepted: {', '.join(map(repr, options))}")
 
 
 def implementation(value: Any, config: Any, cls: type) -> None:
@@ -55,39 +79,142 @@ def implementation(value: Any, config: Any, cls: type) -> None:
         raise ValueError("config and implementation='xla' are both given; accepted: one of them")
 
 
-def same_floating(arrays: Mapping[str, Any]) -> None:
-    """All arrays have one dtype, a floating one."""
-    (first, x), *others = arrays.items()
+def floating(name: str, x: Any) -> None:
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(
-            f"{_is(f'{first}.dtype', str(x.dtype))}; accepted: bfloat16, float16, "
+            f"{name}.dtype is '{x.dtype}'; accepted: bfloat16, float16, "
             "float32, and float64 (which runs the jax.numpy reference)"
         )
-    for name, other in others:
-        if other.dtype != x.dtype:
+
+
+def any_floating(name: str, x: Any) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}.dtype is '{x.dtype}'; accepted: a floating dtype")
+
+
+def same_dtype(first: str, *others: str, arrays: Mapping[str, Any]) -> None:
+    for name in others:
+        if arrays[name].dtype != arrays[first].dtype:
             raise TypeError(
-                f"{_is(f'{name}.dtype', str(other.dtype))}; accepted: that of {first}, {x.dtype}"
+                f"{name}.dtype is '{arrays[name].dtype}'; accepted: that of {first}, "
+                f"{arrays[first].dtype}"
             )
-
-
-def axis(value: Any, shape: tuple[int, ...]) -> int:
-    """An axis of x, counted from the front."""
-    try:
-        index = operator.index(value)
-        if isinstance(value, bool):
-            raise TypeError
-    except TypeError:
-        raise TypeError(f"{_is('axis', value)}; accepted: an int") from None
-    if not -len(shape) <= index < len(shape):
-        raise ValueError(
-            f"{_is('axis', value)} and x.shape {shape}; accepted: -x.ndim <= axis < x.ndim"
-        )
-    return index % len(shape)
 
 
 def integers(name: str, x: Any) -> None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{_is(f'{name}.dtype', str(x.dtype))}; accepted: integers")
+        raise TypeError(f"{name}.dtype is '{x.dtype}'; accepted: integers")
+
+
+def axis(value: Any, shape: tuple[int, ...]) -> int:
+    """An axis of x, counted from the front."""
+    if not is_index(value):
+        raise TypeError(f"{shown('axis', value)}; accepted: an int")
+    index = operator.index(value)
+    if not -len(shape) <= index < len(shape):
+        raise ValueError(
+            f"{shown('axis', value)} and x.shape {shape}; accepted: -x.ndim <= axis < x.ndim"
+        )
+    return index % len(shape)
+
+
+def axis_name(value: Any) -> None:
+    """None, or a mesh axis of the `jax.shard_map` around the call."""
+    instance("axis_name", value, str)
+    if value is None:
+        return
+    try:
+        jax.lax.axis_size(value)
+    except NameError:
+        raise ValueError(
+            f"{shown('axis_name', value)}; accepted: None, or a mesh axis of the jax.shard_map "
+            "that this call is inside of"
+        ) from None
+
+
+def integer(name: str, value: Any, *, least: int) -> int:
+    if not is_index(value) or operator.index(value) < least:
+        raise (ValueError if is_index(value) else TypeError)(
+            f"{shown(name, value)}; accepted: an int >= {least}"
+        )
+    return operator.index(value)
+
+
+def is_index(value: Any) -> bool:
+    """Whether `value` is a Python or NumPy integer."""
+    if isinstance(value, bool | np.bool_) or (hasattr(value, "shape") and value.shape != ()):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:  # a tracer, too
+        return False
+    return True
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{shown(name, value)}; accepted: True or False")
+    return bool(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a real number of Python or NumPy, and no array."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def scale(name: str, value: Any, dtype: Any) -> float | jax.Array | None:
+    """A number that is finite in `dtype`; or a floating scalar array, which may be traced."""
+    if value is None:
+        return None
+    if is_number(value):
+        number = float(value)
+        if not abs(number) <= float(jnp.finfo(dtype).max):
+            raise ValueError(f"{shown(name, value)}; accepted: None or a finite number")
+        return number
+    real = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+    if not real or value.shape != ():
+        raise TypeError(
+            f"{shown(name, value)}; accepted: None, a real number, or a floating array of shape []"
+        )
+    return jnp.asarray(value)
+
+
+class Axes:
+    """The sizes of axis letters, as one array after the other tells them."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self._told_by: dict[str, str] = {}
+
+    def learn(self, name: str, **sizes: int) -> None:
+        """Sizes that the argument `name` tells."""
+        self.sizes = sizes | self.sizes
+        self._told_by = dict.fromkeys(sizes, name) | self._told_by
+
+    def check(self, name: str, x: Any, *forms: str) -> None:
+        """Checks the shape of `x` against the form of its rank, "B M H" say, and learns from it."""
+        for form in forms:
+            letters = form.split()
+            if len(letters) == len(x.shape) and self._fits(letters, x.shape):
+                self.learn(name, **dict(zip(letters, x.shape, strict=True)))
+                return
+        said = " or ".join(f"[{', '.join(form.split())}]" for form in forms)
+        raise ValueError(
+            f"{name}.shape is {x.shape}; accepted: {said}{self._known(' '.join(forms).split())}"
+        )
+
+    def _fits(self, letters: Sequence[str], shape: Sequence[int]) -> bool:
+        return all(self.sizes.get(k, size) == size for k, size in zip(letters, shape, strict=True))
+
+    def _known(self, letters: Sequence[str]) -> str:
+        sources: dict[str, list[str]] = {}
+        for letter in dict.fromkeys(letters):
+            if letter in self.sizes:
+                sources.setdefault(self._told_by[letter], []).append(
+                    f"{letter}={self.sizes[letter]}"
+                )
+        known = (f"{', '.join(sizes)} (as in {name})" for name, sizes in sources.items())
+        return " with " + ", ".join(known) if sources else ""
 
 
 def kernel_or_reference(
@@ -112,35 +239,10 @@ def reference_instead(implementation: Implementation | None, of: str) -> Impleme
     """The reference, since no kernel takes `of`; a refusal if the kernel was asked for."""
     if implementation in ("triton", "interpret"):
         raise ValueError(
-            f"{_is('implementation', implementation)}, whose kernel does not take {of}; "
+            f"{shown('implementation', implementation)}, whose kernel does not take {of}; "
             "accepted: None or 'xla'"
         )
     return "xla"
-
-
-def shape(name: str, x: Any, axes: str, sizes: dict[str, int]) -> None:
-    """Checks `x` against axis letters ("B M H"), filling in `sizes` as letters are first met."""
-    letters = axes.split()
-    if len(x.shape) != len(letters):
-        raise ValueError(f"{_is(f'{name}.shape', x.shape)}; accepted: [{', '.join(letters)}]")
-    for letter, size in zip(letters, x.shape, strict=True):
-        if sizes.setdefault(letter, size) != size:
-            known = ", ".join(f"{k}={sizes[k]}" for k in letters)
-            raise ValueError(
-                f"{_is(f'{name}.shape', x.shape)}; accepted: [{', '.join(letters)}] with {known}"
-            )
-
-
-def number_or_none(name: str, value: Any) -> float | None:
-    """A static Python or NumPy real number, or None."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"{_is(name, value)}; accepted: a Python or NumPy real number, or None (to scale by a "
-            "traced value, multiply an input by it)"
-        )
-    return float(value)
 
 
 def launch_choices(
@@ -154,15 +256,19 @@ def launch_choices(
         if field.type is not int:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ValueError(f"{_is(name, value)}; accepted: an int from {low} to {high}")
+            raise ValueError(f"{shown(name, value)}; accepted: an int from {low} to {high}")
         if field.name in powers_of_two and value & (value - 1):
-            raise ValueError(f"{_is(name, value)}; accepted: a power of two")
+            raise ValueError(f"{shown(name, value)}; accepted: a power of two")
 
 
 def instance(name: str, value: Any, cls: type) -> None:
     if value is not None and not isinstance(value, cls):
-        raise TypeError(f"{_is(name, value)}; accepted: None or a {cls.__name__}")
+        raise TypeError(f"{shown(name, value)}; accepted: None or a {cls.__name__}")
 
 
-def _is(name: str, value: Any) -> str:
-    return f"{name} is {value!r}"
+def shown(name: str, value: Any) -> str:
+    """The beginning of a message: arrays by dtype and shape, whatever is long cut short."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{name} is an array {value.dtype}[{', '.join(map(str, value.shape))}]"
+    text = repr(value)
+    return f"{name} is {text if len(text) <= SHOWN else text[: SHOWN - 3] + '...'}"

@@ -152,6 +152,16 @@ def like(
     )
 
 
+def gathered(x: jax.Array, axis: int) -> jax.Array:
+    """`x`, whose `axis` is split over no explicit mesh axes any more."""
+    sharding = jax.typeof(x).sharding
+    if not _is_explicit(x) or sharding.spec[axis] is None:
+        return x
+    spec = [None if i == axis else entry for i, entry in enumerate(sharding.spec)]
+    whole: jax.Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    return whole
+
+
 def _per_device(
     bound: Bound, split: Mapping[str, Axes], run: Callable[..., Any]
 ) -> Callable[..., tuple[jax.Array, ...]]:

@@ -1,15 +1,16 @@
 """The public face of chunk_cumsum_decay."""
 
 import dataclasses
-import functools
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-from pallas_ops.core import checks, vary
+from pallas_ops.core import checks, forward_mode, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
 from pallas_ops.ops.chunk_cumsum_decay import vjp
@@ -20,15 +21,15 @@ SHIFTS = (None, "chunk", "sequence")
 
 
 def chunk_cumsum_decay(
-    x: jax.Array,
+    x: ArrayLike,
     *,
-    axis: int = 1,
-    chunk_size: int = 128,
-    reverse: bool = False,
+    axis: SupportsIndex = 1,
+    chunk_size: SupportsIndex = 128,
+    reverse: bool | np.bool_ = False,
     shift: Shift | None = None,
-    scale: float | None = None,
-    cu_seqlens: jax.Array | None = None,
-    dtype: Any = None,
+    scale: ArrayLike | None = None,
+    cu_seqlens: ArrayLike | Sequence[int] | None = None,
+    dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     config: ChunkCumsumDecayConfig | None = None,
 ) -> jax.Array:
@@ -70,13 +71,30 @@ def chunk_cumsum_decay(
     Source: the kernel chunk_cumsum_decay of xopes (https://github.com/Doraemonzzz/xopes), to which
     it adds chunks of any size, any axis, the shift within a chunk, packed sequences and gradients.
     """
-    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-    if cu_seqlens is not None and not isinstance(cu_seqlens, jax.Array):
-        cu_seqlens = jnp.asarray(cu_seqlens)
-    bounds = None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype)
-    sums = (axis, chunk_size, reverse, shift, scale)
-    params = _check((x.shape, x.dtype), bounds, *sums, _dtype(dtype), implementation, config)
-    return _run(x, cu_seqlens, params=params)  # type: ignore[no-any-return]
+    sums = axis, chunk_size, reverse, shift
+    return _run(*prepare(x, *sums, scale, cu_seqlens, dtype, implementation, config))
+
+
+def prepare(
+    x: ArrayLike,
+    axis: SupportsIndex,
+    chunk_size: SupportsIndex,
+    reverse: bool | np.bool_,
+    shift: Shift | None,
+    scale: ArrayLike | None,
+    cu_seqlens: ArrayLike | Sequence[int] | None,
+    dtype: DTypeLike | None,
+    implementation: Implementation | None = "xla",
+    config: ChunkCumsumDecayConfig | None = None,
+) -> tuple[vjp.Params, jax.Array, jax.Array | None, jax.Array | None]:
+    """What `evaluate` takes, or a refusal."""
+    x, bounds = checks.array("x", x), checks.optional_array("cu_seqlens", cu_seqlens)
+    checks.floating("x", x)
+    factor = checks.scale("scale", scale, wide(x.dtype))
+    number, factor = (None, factor) if isinstance(factor, jax.Array) else (factor, None)
+    sums = axis, chunk_size, reverse, shift, number, _dtype(dtype)
+    params = _check(checks.signature(x), checks.signature(bounds), *sums, implementation, config)
+    return params, x, bounds, factor
 
 
 def _dtype(dtype: Any) -> Any:
@@ -87,16 +105,16 @@ def _dtype(dtype: Any) -> Any:
     try:
         return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     except TypeError:
-        return repr(dtype)
+        return str(dtype)
 
 
 @checks.cached
 def _check(
-    x: tuple[tuple[int, ...], Any],
-    bounds: tuple[tuple[int, ...], Any] | None,
-    axis: int,
-    chunk_size: int,
-    reverse: bool,
+    x: jax.ShapeDtypeStruct,
+    bounds: jax.ShapeDtypeStruct | None,
+    axis: SupportsIndex,
+    chunk_size: Any,
+    reverse: bool | np.bool_,
     shift: Shift | None,
     scale: float | None,
     dtype: Any,
@@ -105,61 +123,65 @@ def _check(
 ) -> vjp.Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
     checks.implementation(implementation, config, ChunkCumsumDecayConfig)
-    shape, own = x
-    checks.same_floating({"x": jax.ShapeDtypeStruct(shape, own)})
-    axis = checks.axis(axis, shape)
-    integer = isinstance(chunk_size, int | np.integer) and not isinstance(chunk_size, bool)
-    if not integer or chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size!r}; accepted: an int >= 1")
-    if not isinstance(reverse, bool):
-        raise TypeError(f"reverse is {reverse!r}; accepted: True or False")
+    axis = checks.axis(axis, x.shape)
+    length = x.shape[axis]
+    chunk_size = _chunk_size(chunk_size, length)
+    reverse = checks.flag("reverse", reverse)
     checks.one_of("shift", shift, SHIFTS)
-    scale = checks.number_or_none("scale", scale)
-    if scale is not None and not abs(scale) <= float(jnp.finfo(wide(own)).max):
-        raise ValueError(f"scale is {scale!r}; accepted: None or a finite number")
     if dtype is not None and dtype not in checks.FLOAT_DTYPES:
         raise TypeError(
             f"dtype is {str(dtype)!r}; accepted: None, bfloat16, float16, float32 or float64"
         )
     if bounds is not None:
-        _check_bounds(jax.ShapeDtypeStruct(*bounds))
-    length = shape[axis] if isinstance(shape[axis], int) else checks.LONGEST
-    if bounds is not None or chunk_size < length:
-        _check_parts(config)
-    return vjp.Params(
-        axis=axis,
-        chunk_size=max(1, min(int(chunk_size), length)),
-        reverse=reverse,
-        shift=shift,
-        scale=scale,
-        dtypes=(jnp.dtype(own).name, jnp.dtype(dtype or own).name),
-        implementation=_implementation(implementation, shape, axis, (own, dtype or own)),
-        config=config,
-    )
-
-
-def _check_parts(config: ChunkCumsumDecayConfig | None) -> None:
-    if config and config.num_parts > 1:
+        _check_bounds(bounds)
+    dtypes = x.dtype, dtype or x.dtype
+    implementation = _implementation(implementation, x.shape, axis, dtypes, bounds)
+    if config and config.num_parts > 1 and (bounds is not None or chunk_size != max(1, length)):
         raise ValueError(
             f"config.num_parts is {config.num_parts}; accepted: 1, since not all of the axis is "
             "one chunk"
         )
+    return vjp.Params(
+        axis=axis,
+        chunk_size=chunk_size,
+        reverse=reverse,
+        shift=shift,
+        scale=scale,
+        dtypes=(jnp.dtype(x.dtype).name, jnp.dtype(dtype or x.dtype).name),
+        implementation=implementation,
+        config=config,
+    )
+
+
+def _chunk_size(chunk_size: Any, length: Any) -> Any:
+    """At most the axis' length, either of which may be symbolic."""
+    if not jax.export.is_symbolic_dim(chunk_size):
+        chunk_size = checks.integer("chunk_size", chunk_size, least=1)
+        if isinstance(length, int):
+            return max(1, min(chunk_size, length))
+    return jax.core.min_dim(chunk_size, length)
 
 
 def _check_bounds(bounds: jax.ShapeDtypeStruct) -> None:
-    checks.integers("cu_seqlens", bounds)
-    if len(bounds.shape) != 1 or not bounds.shape[0]:
+    if len(bounds.shape) != 1 or bounds.shape[0] == 0:
         raise ValueError(
             f"cu_seqlens.shape is {bounds.shape}; accepted: (S + 1,), where S sequences begin and "
             "the last one ends"
         )
+    checks.integers("cu_seqlens", bounds)
 
 
 def _implementation(
-    implementation: Implementation | None, shape: tuple[int, ...], axis: int, dtypes: Any
+    implementation: Implementation | None,
+    shape: tuple[int, ...],
+    axis: int,
+    dtypes: Any,
+    bounds: jax.ShapeDtypeStruct | None,
 ) -> Implementation | None:
     """The reference for what no kernel takes, else as asked."""
     sizes = {f"axis {i}": size for i, size in enumerate(shape)}
+    if bounds is not None:
+        sizes["cu_seqlens"] = bounds.shape[0]
     for dtype in dtypes:
         implementation = checks.kernel_or_reference(implementation, dtype, sizes)
     if implementation == "xla":
@@ -171,15 +193,25 @@ def _implementation(
     return implementation
 
 
-@functools.partial(jax.jit, static_argnames=("params",), inline=True)
-def _run(x: jax.Array, cu_seqlens: jax.Array | None, *, params: vjp.Params) -> jax.Array:
+def evaluate(
+    params: vjp.Params, x: jax.Array, cu_seqlens: jax.Array | None, factor: jax.Array | None
+) -> jax.Array:
+    """The sums of x, times a scale that is an array."""
+    if factor is not None:
+        full = wide(x.dtype)
+        x = x.astype(full) * factor.astype(full)
+        params = dataclasses.replace(params, dtypes=(jnp.dtype(full).name, params.dtypes[1]))
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.astype(jnp.int32)
     operands: Any = vary.unify(x, cu_seqlens)
     if params.implementation == "xla":
         return vjp.reference(params, *operands)
+    operands = forward_mode.refuse("chunk_cumsum_decay", *operands)
     if params.axis > 0:
         return vjp.accumulate(params, *operands)
     x, cu_seqlens = operands  # the op's first axis is a batch
     out: jax.Array = vjp.accumulate(dataclasses.replace(params, axis=1), x[None], cu_seqlens)
     return out[0]
+
+
+_run: Callable[..., jax.Array] = jax.jit(evaluate, static_argnums=0, inline=True)

@@ -11,30 +11,6 @@ from pallas_ops.core.dtypes import wide
 Shift = Literal["chunk", "sequence"]
 
 
-def chunk_cumsum_decay(
-    x: jax.Array,
-    *,
-    axis: int = 1,
-    chunk_size: int = 128,
-    reverse: bool = False,
-    shift: Shift | None = None,
-    scale: float | None = None,
-    cu_seqlens: jax.Array | None = None,
-    dtype: Any = None,
-) -> jax.Array:
-    """Sums of scale * x that restart at every chunk; see `pallas_ops.chunk_cumsum_decay`."""
-    out = accumulate(
-        x,
-        cu_seqlens,
-        axis=range(x.ndim)[axis],
-        chunk_size=chunk_size,
-        reverse=reverse,
-        shift=shift,
-        scale=scale,
-    )
-    return out.astype(dtype or x.dtype)
-
-
 def accumulate(
     x: jax.Array,
     cu_seqlens: jax.Array | None,
@@ -48,7 +24,6 @@ def accumulate(
 ) -> jax.Array:
     """The output in float32 (float64). A late shift is of the sums: the transpose of one of x."""
     n = x.shape[axis]
-    chunk_size = max(1, min(chunk_size, n))
     y = x.astype(wide(x.dtype))
     y = y if scale is None else y * scale
     if cu_seqlens is not None:
@@ -80,12 +55,18 @@ def _pad(y: jax.Array, axis: int, low: int, high: int) -> jax.Array:
 
 def edges(cu_seqlens: jax.Array, n: int) -> jax.Array:
     """[S + 3]: where S sequences begin and end, between what is before and what is behind them."""
-    inside = lax.cummax(jnp.clip(cu_seqlens.astype(jnp.int32), 0, n))
+    inside = jnp.clip(cu_seqlens.astype(jnp.int32), 0, n)
+    if isinstance(inside.size, int):
+        inside = lax.cummax(inside)
+    else:  # symbolic (jax.export), which cummax does not take
+        _, inside = lax.scan(lambda m, x: (jnp.maximum(m, x),) * 2, jnp.int32(0), inside)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), inside, jnp.full(1, n, jnp.int32)])
 
 
 def among(ends: jax.Array, i: jax.Array) -> jax.Array:
     """How many of the ascending `ends` are at most i."""
+    if not isinstance(ends.size, int):  # symbolic (jax.export), which searchsorted does not take
+        return jnp.sum(ends[:, None] <= i[None], axis=0, dtype=jnp.int32)
     return jnp.searchsorted(ends, i, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
@@ -113,11 +94,26 @@ def _packed(
     y = jnp.where(along((sequence > 0) & (sequence < bounds.size - 2)), y, 0)
     if shift and not late:
         y = jnp.where(first if shift == "chunk" else edge, 0, previous(y, axis, reverse))
-    _, y = lax.associative_scan(_restarting, (first, y), axis=axis, reverse=reverse)
+    y = _restarting_sums(first, y, axis, reverse)
     return jnp.where(edge, 0, previous(y, axis, reverse)) if late else y
 
 
+def _restarting_sums(first: jax.Array, y: jax.Array, axis: int, reverse: bool) -> jax.Array:
+    """Running sums of y that restart where `first` is true."""
+    if isinstance(y.shape[axis], int):
+        _, y = lax.associative_scan(_restarting, (first, y), axis=axis, reverse=reverse)
+        return y
+    first, y = (jnp.moveaxis(x, axis, 0) for x in (first, y))  # symbolic: a scan in steps
+
+    def step(total: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        total = jnp.where(x[0], x[1], total + x[1])
+        return total, total
+
+    sums = lax.scan(step, jnp.zeros_like(y.sum(0)), (first, y), reverse=reverse)[1]
+    return jnp.moveaxis(sums, 0, axis)
+
+
 def _restarting(before: Any, after: Any) -> Any:
-    """Sums of two stretches, and whether a chunk begins in them."""
+    """Joins the sums of two neighbouring ranges, each with whether a chunk begins in it."""
     (first, total), (restarts, own) = before, after
     return first | restarts, jnp.where(restarts, own, total + own)

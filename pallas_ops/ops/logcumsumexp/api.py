@@ -1,26 +1,28 @@
 """The public face of logcumsumexp."""
 
 import dataclasses
-import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
-from pallas_ops.core import checks, vary
+from pallas_ops.core import checks, forward_mode, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.ops.logcumsumexp import reference, vjp
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Sizes, choose_block_n
 
 
 def logcumsumexp(
-    x: jax.Array,
+    x: ArrayLike,
     *,
-    axis: int = -1,
-    reverse: bool = False,
-    initial_state: jax.Array | None = None,
-    clip: float | None = None,
+    axis: SupportsIndex = -1,
+    reverse: bool | np.bool_ = False,
+    initial_state: ArrayLike | None = None,
+    clip: float | np.floating[Any] | None = None,
     implementation: Implementation | None = None,
     config: LogcumsumexpConfig | None = None,
 ) -> jax.Array:
@@ -57,16 +59,16 @@ def logcumsumexp(
     Source: the kernels parallel and recurrence of xopes, to which it adds exactness, any axis,
     clipping and reversal without copies, and a backward pass that saves nothing of x's size but x.
     """
-    return _accumulate(x, initial_state, axis, reverse, clip, implementation, config)[0]
+    return _run(*prepare(x, initial_state, axis, reverse, clip, implementation, config))[0]
 
 
 def logcumsumexp_with_state(
-    x: jax.Array,
+    x: ArrayLike,
     *,
-    axis: int = -1,
-    reverse: bool = False,
-    initial_state: jax.Array | None = None,
-    clip: float | None = None,
+    axis: SupportsIndex = -1,
+    reverse: bool | np.bool_ = False,
+    initial_state: ArrayLike | None = None,
+    clip: float | np.floating[Any] | None = None,
     implementation: Implementation | None = None,
     config: LogcumsumexpConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -75,54 +77,46 @@ def logcumsumexp_with_state(
     It is the initial state of what follows: a sequence may be split anywhere. (With `clip`, that
     state is clipped as any other, so this holds up to `clip`. Of a float64 x it is float64.)
     """
-    return _accumulate(x, initial_state, axis, reverse, clip, implementation, config)
+    return _run(*prepare(x, initial_state, axis, reverse, clip, implementation, config))
 
 
-def _accumulate(
-    x: jax.Array,
-    initial: jax.Array | None,
-    axis: int,
-    reverse: bool,
-    clip: float | None,
-    implementation: Implementation | None,
-    config: LogcumsumexpConfig | None,
-) -> tuple[jax.Array, jax.Array]:
-    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-    if initial is not None and not isinstance(initial, jax.Array):
-        initial = jnp.asarray(initial)
-    signature = None if initial is None else (initial.shape, initial.dtype)
-    params = _check((x.shape, x.dtype), signature, axis, reverse, clip, implementation, config)
-    return _run(x, initial, params=params)  # type: ignore[no-any-return]
+def prepare(
+    x: ArrayLike,
+    initial_state: ArrayLike | None,
+    axis: SupportsIndex,
+    reverse: bool | np.bool_,
+    clip: float | np.floating[Any] | None,
+    implementation: Implementation | None = "xla",
+    config: LogcumsumexpConfig | None = None,
+) -> tuple[vjp.Params, jax.Array, jax.Array | None]:
+    """What `evaluate` takes, or a refusal."""
+    x, initial = checks.array("x", x), checks.optional_array("initial_state", initial_state)
+    signatures = checks.signature(x), checks.signature(initial)
+    return _check(*signatures, axis, reverse, clip, implementation, config), x, initial
 
 
 @checks.cached
 def _check(
-    x: tuple[tuple[int, ...], Any],
-    initial: tuple[tuple[int, ...], Any] | None,
-    axis: int,
-    reverse: bool,
-    clip: float | None,
+    x: jax.ShapeDtypeStruct,
+    initial: jax.ShapeDtypeStruct | None,
+    axis: SupportsIndex,
+    reverse: bool | np.bool_,
+    clip: Any,
     implementation: Implementation | None,
     config: LogcumsumexpConfig | None,
 ) -> vjp.Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
     checks.implementation(implementation, config, LogcumsumexpConfig)
-    shape, dtype = x
-    checks.same_floating({"x": jax.ShapeDtypeStruct(shape, dtype)})
-    axis = checks.axis(axis, shape)
-    if not isinstance(shape[axis], int):
-        raise ValueError(f"x.shape is {shape}; accepted: symbolic sizes, but not on axis {axis}")
-    if not isinstance(reverse, bool):
-        raise TypeError(f"reverse is {reverse!r}; accepted: True or False")
-    clip = checks.number_or_none("clip", clip)
-    if clip is not None and not clip >= 0:
-        raise ValueError(f"clip is {clip!r}; accepted: None or a number >= 0")
+    checks.floating("x", x)
+    axis = checks.axis(axis, x.shape)
+    reverse = checks.flag("reverse", reverse)
+    clip = _check_clip(clip)
     if initial is not None:
-        _check_initial(*initial, (*shape[:axis], 1, *shape[axis + 1 :]))
-    implementation = _implementation(implementation, shape, axis, dtype)
+        _check_initial(initial, (*x.shape[:axis], 1, *x.shape[axis + 1 :]))
+    implementation = _implementation(implementation, x.shape, axis, x.dtype)
     block_n = 1
     if implementation != "xla":
-        s = Sizes.of(shape, axis, jnp.dtype(dtype).itemsize)
+        s = Sizes.of(x.shape, axis, x.dtype.itemsize)
         block_n = config.block_n if config else choose_block_n(s)
     return vjp.Params(
         axis=axis,
@@ -147,11 +141,22 @@ def _implementation(
     return checks.kernel_or_reference(implementation, dtype, sizes)
 
 
-def _check_initial(shape: tuple[int, ...], dtype: Any, want: tuple[int, ...]) -> None:
-    if not jnp.issubdtype(dtype, jnp.floating):
+def _check_clip(clip: Any) -> float | None:
+    if clip is None:
+        return None
+    if not checks.is_number(clip):
         raise TypeError(
-            f"initial_state.dtype is {jnp.dtype(dtype).name!r}; accepted: a floating one"
+            f"{checks.shown('clip', clip)}; accepted: None or a number >= 0 (to clip at a traced "
+            "value, call jax.numpy.clip on x and on initial_state)"
         )
+    if not clip >= 0:
+        raise ValueError(f"clip is {clip!r}; accepted: None or a number >= 0")
+    return float(clip)
+
+
+def _check_initial(initial: jax.ShapeDtypeStruct, want: tuple[int, ...]) -> None:
+    checks.any_floating("initial_state", initial)
+    shape = initial.shape
     fits = len(shape) <= len(want) and all(
         size in (1, full) for size, full in zip(shape[::-1], want[::-1], strict=False)
     )
@@ -161,20 +166,25 @@ def _check_initial(shape: tuple[int, ...], dtype: Any, want: tuple[int, ...]) ->
         )
 
 
-@functools.partial(jax.jit, static_argnames=("params",), inline=True)
-def _run(
-    x: jax.Array, initial: jax.Array | None, *, params: vjp.Params
+def evaluate(
+    params: vjp.Params, x: jax.Array, initial: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
+    """The output, and the final state with an axis of length 1."""
     axis = params.axis
     if initial is not None:
-        initial = reference.state(initial, x, axis, params.clip)
+        initial = reference.initial_state(initial, x, axis, params.clip)
     operands: Any = vary.unify(x, initial)
     if params.implementation == "xla":
         out, final = vjp.reference(params, *operands)
-    elif axis > 0:
+        return out, jnp.expand_dims(final, axis)
+    operands = forward_mode.refuse("logcumsumexp", *operands)
+    if axis > 0:
         out, final = vjp.accumulate(params, *operands)
     else:  # the ops' first axis is a batch
         lifted = (None if y is None else y[None] for y in operands)
         out, final = vjp.accumulate(dataclasses.replace(params, axis=1), *lifted)
         out, final = out[0], final[0]
     return out, jnp.expand_dims(final, axis)
+
+
+_run: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(evaluate, static_argnums=0, inline=True)

@@ -4,100 +4,154 @@
 behind two leading -inf.
 """
 
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
 
+from pallas_ops.core import vary
 from pallas_ops.core.dtypes import wide
 
+SHORTEST = 64  # positions of a segment
 
-def logcumsumexp(
-    x: jax.Array,
-    *,
-    axis: int = -1,
-    reverse: bool = False,
-    initial_state: jax.Array | None = None,
-    clip: float | None = None,
+
+class State(NamedTuple):
+    """The log-sum-exp pivot + log(total), with total = sum exp(x - pivot).
+
+    `error` is the compensation term of the sum (Kahan): very many small numbers behind a large one
+    are not lost. Pivot and error are constants to differentiation.
+    """
+
+    pivot: jax.Array
+    total: jax.Array
+    error: jax.Array
+
+    @property
+    def log(self) -> jax.Array:
+        empty = self.total == 0
+        return jnp.where(empty, -jnp.inf, self.pivot + jnp.log(jnp.where(empty, 1, self.total)))
+
+
+def initial_state(
+    given: jax.Array, x: jax.Array | jax.ShapeDtypeStruct, axis: int, clip: float | None
 ) -> jax.Array:
-    """The output of `logcumsumexp_with_state`."""
-    return logcumsumexp_with_state(
-        x, axis=axis, reverse=reverse, initial_state=initial_state, clip=clip
-    )[0]
-
-
-def logcumsumexp_with_state(
-    x: jax.Array,
-    *,
-    axis: int = -1,
-    reverse: bool = False,
-    initial_state: jax.Array | None = None,
-    clip: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """log(exp(s) + sum_{j<=i} exp(x_j)) and its last; see `pallas_ops.logcumsumexp`."""
-    axis = range(x.ndim)[axis]
-    if initial_state is not None:
-        initial_state = state(initial_state, x, axis, clip)
-    out, final = accumulate(x, initial_state, axis=axis, reverse=reverse, clip=clip)
-    return out.astype(x.dtype), jnp.expand_dims(final, axis)
-
-
-def state(initial: jax.Array, x: jax.Array, axis: int, clip: float | None) -> jax.Array:
     """What was given as a state of x: clipped, in float32 (float64), and without `axis`."""
     shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-    full = jnp.broadcast_to(initial.astype(wide(x.dtype)), shape)
+    full = jnp.broadcast_to(given.astype(wide(x.dtype)), shape)
     return clamp(full.squeeze(axis), clip)
 
 
 def accumulate(
-    x: jax.Array, initial: jax.Array | None, *, axis: int, reverse: bool, clip: float | None
+    x: jax.Array, initial: jax.Array | None, *, axis: int, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Output and final state in float32 (float64); states are without `axis`."""
-    out = log_of(*running(x, initial, axis=axis, reverse=reverse, clip=clip))
-    final = out[-1]
-    out = jnp.flip(out[1:], 0) if reverse else out[1:]
-    return jnp.moveaxis(out, 0, axis), final
+    last, out = running(x, initial, lambda state: state.log, axis=axis, **options)
+    return jnp.moveaxis(out, 0, axis), last.log
 
 
 def running(
-    x: jax.Array, initial: jax.Array | None, *, axis: int, reverse: bool, clip: float | None
-) -> tuple[jax.Array, jax.Array]:
-    """Pivot and sum of all before x and of all up to each position, which is the first axis.
+    x: jax.Array,
+    initial: jax.Array | None,
+    emit: Callable[[State], Any],
+    *,
+    axis: int,
+    reverse: bool,
+    clip: float | None,
+    num_segments: int | None = None,
+) -> tuple[State, Any]:
+    """The final state, and `emit` of the state after each position, which is its first axis.
 
-    With m_i the largest of the first i, a constant to differentiation, and
-    t_i = sum_{j<=i} exp(x_j - m_i): o_i = m_i + log t_i. No factor exceeds 1 and t_i >= 1, and
-    sums are joined as a tree, so this is exact for every range and length.
+    The axis is cut into segments that are scanned side by side: one scan finds what each of them
+    comes to, a second one joins those, and a third one starts each segment from the state before.
     """
-    dtype = wide(x.dtype)
-    y = clamp(jnp.moveaxis(x.astype(dtype), axis, 0), clip)
-    y = jnp.flip(y, 0) if reverse else y
-    y = lax.pad(y, jnp.array(-jnp.inf, dtype), [(1, 0, 0), *[(0, 0, 0)] * (y.ndim - 1)])
+    y = clamp(jnp.moveaxis(x.astype(wide(x.dtype)), axis, 0), clip)
+    start, n = _start(y, 0, initial), y.shape[0]
+    count = _num_segments(n) if num_segments is None else num_segments
+    if count > 1:
+        length = -(-n // count)
+        padding = [(0, length * count - n, 0), *[(0, 0, 0)] * (y.ndim - 1)]
+        y = lax.pad(y, jnp.array(-jnp.inf, y.dtype), padding)
+        y = y.reshape(count, length, *y.shape[1:]).swapaxes(0, 1)
+        totals, _ = lax.scan(lambda s, x: (_add(s, x), None), _start(y, 0), y)
+        _, start = lax.scan(lambda s, t: (_join(s, t), s), start, totals, reverse=reverse)
+
+    def step(state: State, x: jax.Array) -> tuple[State, Any]:
+        state = _add(state, x)
+        return state, emit(state)
+
+    last, after = lax.scan(step, start, y, reverse=reverse)
+    if count > 1:
+        last = jax.tree.map(lambda x: x[0 if reverse else -1], last)
+        after = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:n], after)
+    return last, after
+
+
+def checkpoints(
+    x: jax.Array,
+    initial: jax.Array | None,
+    *,
+    axis: int,
+    block_n: int,
+    reverse: bool,
+    **options: Any,
+) -> list[jax.Array]:
+    """The pivots and totals before each tile of `block_n` positions and after the last one."""
+    start = _start(x, axis, initial)
+    _, after = running(x, initial, lambda state: state[:2], axis=axis, reverse=reverse, **options)
+    n = x.shape[axis]
+    at = jnp.minimum(jnp.arange(1, -(-n // block_n) + 1) * block_n, n)
+    at = n - at if reverse else at - 1
+    pairs = zip(start[:2], after, strict=True)
+    return [
+        jnp.moveaxis(jnp.concatenate([first[None], jnp.take(x, at, axis=0)]), 0, axis)
+        for first, x in pairs
+    ]
+
+
+def _num_segments(n: int) -> int:
+    """As many segments as each has positions; one where the axis is short, or its size symbolic."""
+    return max(1, min(math.isqrt(n), n // SHORTEST)) if isinstance(n, int) else 1
+
+
+def _add(state: State, x: jax.Array) -> State:
+    return _sum(state, x, 1)
+
+
+def _join(state: State, other: State) -> State:
+    return _sum(state, other.pivot, other.total)
+
+
+def _sum(state: State, x: jax.Array, total: jax.Array | int) -> State:
+    """The state with total * exp(x) in it.
+
+    The pivot stays until x is larger by more than 1. So what is below it takes a factor of exactly
+    1, or of at most 1 / e: the rounding errors of many factors would add up.
+    """
+    largest = jnp.finfo(x.dtype).max
+    raised = jnp.where(x > state.pivot + 1, jnp.minimum(x, largest), state.pivot)
+    pivot = stop_gradient(raised)
+    fade = jnp.exp(state.pivot - pivot)
+    before = state.total * fade
+    added = total * jnp.exp(x - pivot) + state.error * fade
+    after = before + added
+    error = jnp.where(jnp.abs(after) < jnp.inf, added - (after - before), 0)
+    return State(pivot, after, stop_gradient(error))
+
+
+def _start(x: jax.Array, axis: int, initial: jax.Array | None = None) -> State:
+    """The state before any number of x, from what was given if anything was."""
     if initial is not None:
-        is_start = jnp.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) == 0
-        y = jnp.where(is_start, initial.astype(dtype)[None], y)
-    pivot = finite(lax.stop_gradient(y))
-    joined: tuple[jax.Array, jax.Array] = lax.associative_scan(_join, (pivot, jnp.exp(y - pivot)))
-    return joined
-
-
-def marks(pivot: jax.Array, total: jax.Array, *, axis: int, block_n: int) -> list[jax.Array]:
-    """The pairs before each tile and after the last, what a forward pass remembers."""
-    n = pivot.shape[0] - 1
-    at = jnp.minimum(jnp.arange(-(-n // block_n) + 1) * block_n, n)
-    return [jnp.moveaxis(jnp.take(x, at, axis=0), 0, axis) for x in (pivot, total)]
-
-
-def log_of(pivot: jax.Array, total: jax.Array) -> jax.Array:
-    empty = total == 0
-    return jnp.where(empty, -jnp.inf, pivot + jnp.log(jnp.where(empty, 1, total)))
-
-
-def _join(first: Any, second: Any) -> Any:
-    """Two log-sum-exps as one."""
-    (p, s), (q, t) = first, second
-    pivot = jnp.maximum(p, q)
-    return pivot, s * jnp.exp(p - pivot) + t * jnp.exp(q - pivot)
+        pivot = stop_gradient(finite(initial))
+        total = jnp.exp(initial - pivot)
+        return State(pivot, total, stop_gradient(jnp.zeros_like(total)))
+    like = x.sum(axis, dtype=wide(x.dtype))  # for its type alone: its values are not used
+    lowest, zero = jnp.full_like(like, jnp.finfo(like.dtype).min), jnp.zeros_like(like)
+    varying: Any = vary.unify(lowest, zero, zero, like)
+    return State(*varying[:3])
 
 
 def finite(x: jax.Array) -> jax.Array:

@@ -52,8 +52,8 @@ def _forward_reference(
     out, final = meaning.accumulate(x, initial, **static)
     if not save:
         return out.astype(x.dtype), final
-    pairs = meaning.running(x, initial, **static)
-    return out.astype(x.dtype), final, *meaning.marks(*pairs, axis=static["axis"], block_n=block_n)
+    saved = meaning.checkpoints(x, initial, block_n=block_n, **static)
+    return out.astype(x.dtype), final, *saved
 
 
 def _backward_reference(
@@ -67,8 +67,10 @@ def _backward_reference(
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
     del block_n, static["config"]
-    first = (jax.lax.index_in_dim(mark, 0, static["axis"], False) for mark in (mark_p, mark_s))
-    initial = meaning.log_of(*first)
+    pivot, total = (
+        jax.lax.index_in_dim(mark, 0, static["axis"], False) for mark in (mark_p, mark_s)
+    )
+    initial = meaning.State(pivot, total, total).log
     pull = jax.vjp(partial(meaning.accumulate, **static), x, initial)[1]
     dx, dinitial = pull((do.astype(dfinal.dtype), dfinal))
     return dx, dinitial

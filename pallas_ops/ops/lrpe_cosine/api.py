@@ -1,13 +1,13 @@
 """The public face of lrpe_cosine and md_lrpe_cosine."""
 
-import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
-from pallas_ops.core import vary
+from pallas_ops.core import checks, forward_mode, partition, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
 from pallas_ops.ops.lrpe_cosine import reference, refusals, vjp
@@ -16,13 +16,13 @@ from pallas_ops.ops.lrpe_cosine.reference import Act, Layout
 
 
 def lrpe_cosine(
-    x: jax.Array,
-    theta: jax.Array,
+    x: ArrayLike,
+    theta: ArrayLike,
     *,
-    offset: int | jax.Array = 0,
-    positions: jax.Array | None = None,
+    offset: ArrayLike | Sequence[int] = 0,
+    positions: ArrayLike | Sequence[float] | None = None,
     act: Act = "none",
-    axis: int | None = None,
+    axis: SupportsIndex | None = None,
     layout: Layout = "BNHD",
     implementation: Implementation | None = None,
     config: LrpeCosineConfig | None = None,
@@ -64,24 +64,19 @@ def lrpe_cosine(
     lrpe_cosine of xopes, to which it adds theta's gradient, traced offsets, positions, layouts,
     partial width as documented, and the exact phase.
     """
-    x, theta = _array(x), _array(theta)
-    first = refusals.offset(offset, x.shape, given=positions is not None)
-    if positions is not None:
-        positions = _array(positions)
-        refusals.positions(positions, "N", "B N")
-        positions = positions[..., None]
-    return _rotate(x, theta, first, positions, None, 0, act, axis, layout, implementation, config)
+    same = act, axis, layout, implementation, config
+    return _run(*prepare(x, theta, offset, positions, *same))
 
 
 def md_lrpe_cosine(
-    x: jax.Array,
-    theta: jax.Array,
+    x: ArrayLike,
+    theta: ArrayLike,
     *,
-    shape: Sequence[int] | None,
-    num_prefix_tokens: int = 0,
-    positions: jax.Array | None = None,
+    shape: Sequence[SupportsIndex] | np.ndarray[Any, Any] | None,
+    num_prefix_tokens: SupportsIndex = 0,
+    positions: ArrayLike | None = None,
     act: Act = "none",
-    axis: int | None = None,
+    axis: SupportsIndex | None = None,
     layout: Layout = "BNHD",
     implementation: Implementation | None = None,
     config: LrpeCosineConfig | None = None,
@@ -111,60 +106,76 @@ def md_lrpe_cosine(
 
     Source: the kernels md_lrpe_cosine of xopes, to which it adds what `lrpe_cosine` adds.
     """
-    x, theta = _array(x), _array(theta)
-    points = refusals.grid(shape, num_prefix_tokens, given=positions is not None)
-    if positions is not None:
-        positions = _array(positions)
-        refusals.positions(positions, "N K", "B N K")
-    return _rotate(
-        x,
-        theta,
-        None,
-        positions,
-        points,
-        num_prefix_tokens,
-        act,
-        axis,
-        layout,
-        implementation,
-        config,
-    )
+    grid, same = (shape, num_prefix_tokens), (act, axis, layout, implementation, config)
+    return _run(*prepare_md(x, theta, grid, positions, *same))
 
 
-def _array(x: Any) -> jax.Array:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+def prepare(
+    x: ArrayLike,
+    theta: ArrayLike,
+    offset: ArrayLike | Sequence[int],
+    positions: ArrayLike | Sequence[float] | None,
+    act: Act,
+    axis: SupportsIndex | None,
+    layout: Layout,
+    implementation: Implementation | None = "xla",
+    config: LrpeCosineConfig | None = None,
+) -> tuple[vjp.Params, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """What `evaluate` takes for `lrpe_cosine`, or a refusal."""
+    x, theta = checks.array("x", x), checks.array("theta", theta)
+    first = refusals.offset(offset, x.shape, given=positions is not None)
+    places = checks.optional_array("positions", positions)
+    signatures = map(checks.signature, (x, theta, first, places))
+    same = act, axis, layout, implementation, config
+    facts: Any = (*signatures, "N", None, 0, *same)
+    params = refusals.params(*facts)
+    return params, x, theta, first, None if places is None else places[..., None]
 
 
-def _rotate(
-    x: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-    *statics: Any,
-) -> jax.Array:
-    signatures: list[Any] = [_signature(y) for y in (x, theta, offset, positions)]
-    params = refusals.params(*signatures, *statics)
-    return _run(x, theta, offset, positions, params=params)  # type: ignore[no-any-return]
+def prepare_md(
+    x: ArrayLike,
+    theta: ArrayLike,
+    grid: tuple[Any, SupportsIndex],
+    positions: ArrayLike | None,
+    act: Act,
+    axis: SupportsIndex | None,
+    layout: Layout,
+    implementation: Implementation | None = "xla",
+    config: LrpeCosineConfig | None = None,
+) -> tuple[vjp.Params, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """What `evaluate` takes for `md_lrpe_cosine`, or a refusal."""
+    x, theta = checks.array("x", x), checks.array("theta", theta)
+    points, num_prefix_tokens = refusals.grid(*grid, given=positions is not None)
+    places = checks.optional_array("positions", positions)
+    signatures = map(checks.signature, (x, theta, None, places))
+    same = act, axis, layout, implementation, config
+    facts: Any = (*signatures, "N K", points, num_prefix_tokens, *same)
+    params = refusals.params(*facts)
+    return params, x, theta, None, places
 
 
-def _signature(x: jax.Array | None) -> jax.ShapeDtypeStruct | None:
-    return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-@functools.partial(jax.jit, static_argnames=("params",), inline=True)
-def _run(
-    x: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-    *,
+def evaluate(
     params: vjp.Params,
+    x: jax.Array,
+    theta: jax.Array,
+    offset: jax.Array | None,
+    positions: jax.Array | None,
 ) -> jax.Array:
+    """The output, cos before sin along the features."""
     theta = theta.astype(wide(x.dtype))
     if positions is not None:
         positions = reference.without_prefix(positions, params.num_prefix_tokens)
         positions = positions.astype(theta.dtype)
-    full = x if x.ndim == 4 else x[:, :, None]
-    operands: Any = vary.unify(full, theta, offset, positions)
-    run = vjp.reference if params.implementation == "xla" else vjp.rotate
-    return run(params, *operands).reshape(*x.shape[:-1], 2 * x.shape[-1])
+    whole = partition.gathered(x, x.ndim - 1)
+    operands: Any = vary.unify(
+        whole if x.ndim == 4 else whole[:, :, None], theta, offset, positions
+    )
+    if params.implementation == "xla":
+        out = vjp.reference(params, *operands)
+    else:
+        out = vjp.rotate(params, *forward_mode.refuse("lrpe_cosine", *operands))
+    out = out.reshape(*x.shape[:-1], 2 * x.shape[-1])
+    return out if whole is x else partition.like((out,), (x,))[0]  # type: ignore[return-value]
+
+
+_run: Callable[..., jax.Array] = jax.jit(evaluate, static_argnums=0, inline=True)

@@ -1,14 +1,19 @@
-"""What lrpe_cosine and md_lrpe_cosine mean, in jax.numpy."""
+"""What lrpe_cosine and md_lrpe_cosine mean, in jax.numpy: the formula, and its gradients.
+
+Arrays are x [B, N, H, D] or, with `heads_first`, [B, H, N, D]; theta [H, E] or [1, E]; offset [1]
+or [B]; positions [N, K] or [B, N, K]. An output has an axis of cos and sin: [B, .., 2, D].
+"""
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ops.core import phase
-from pallas_ops.core.dtypes import wide
+from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
+from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig
 
 Layout = Literal["BNHD", "BHND"]
 Act = Literal["none", "relu", "sigmoid", "silu", "softmax"]
@@ -21,46 +26,41 @@ ACTS = {
 }
 
 
-def lrpe_cosine(
+def rotate(
     x: jax.Array,
     theta: jax.Array,
-    *,
-    offset: int | jax.Array = 0,
-    positions: jax.Array | None = None,
-    act: Act = "none",
-    axis: int | None = None,
-    layout: Layout = "BNHD",
+    offset: jax.Array | None,
+    positions: jax.Array | None,
+    **static: Any,
 ) -> jax.Array:
-    """concat(act(x) cos(phi), act(x) sin(phi)); see `pallas_ops.lrpe_cosine`."""
-    n = x.shape[-2] if layout == "BHND" else x.shape[1]
-    if positions is None:
-        first = jnp.expand_dims(jnp.asarray(offset, jnp.int32), -1)
-        positions = first + jnp.arange(n, dtype=jnp.int32).reshape(*(1,) * (first.ndim - 1), n)
-    return rotate(x, theta, positions[..., None], act=act, axis=axis, layout=layout)
+    """act(x) cos(phi) and act(x) sin(phi)."""
+    return _turned(x, _angles(x.shape[-1], theta, offset, positions, **static), **static)
 
 
-def md_lrpe_cosine(
-    x: jax.Array,
+def _angles(
+    d: int,
     theta: jax.Array,
+    offset: jax.Array | None,
+    positions: jax.Array | None,
     *,
-    shape: Sequence[int] | None,
-    num_prefix_tokens: int = 0,
-    positions: jax.Array | None = None,
-    act: Act = "none",
-    axis: int | None = None,
-    layout: Layout = "BNHD",
+    shape: tuple[int, ...] | None,
+    num_prefix_tokens: int,
+    per_batch: bool,
+    **_: Any,
 ) -> jax.Array:
-    """The same on a grid; see `pallas_ops.md_lrpe_cosine`."""
+    """phi / (2 pi) [(B,) N, H, D], of one head if they share theta."""
     if positions is None:
-        positions = grid(tuple(shape or ()), num_prefix_tokens)
-    else:
-        positions = without_prefix(positions, num_prefix_tokens)
-    return rotate(x, theta, positions, act=act, axis=axis, layout=layout)
+        positions = grid(shape or (), num_prefix_tokens)
+        if offset is not None:
+            positions = positions[None] + offset[:, None, None]
+            positions = positions if per_batch else positions[0]
+    return turns(theta, positions.astype(theta.dtype), d)
 
 
 def grid(shape: tuple[int, ...], num_prefix_tokens: int) -> jax.Array:
     """The row-major indices of a grid's points [N, K], behind as many rows of 0 as told."""
-    points = jnp.indices(shape, jnp.int32).reshape(len(shape), math.prod(shape)).T
+    indices = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(len(shape)))
+    points = jnp.stack([index.reshape(math.prod(shape)) for index in indices], axis=-1)
     return jnp.pad(points, ((num_prefix_tokens, 0), (0, 0)))
 
 
@@ -68,38 +68,6 @@ def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
     """Positions [..., N, K], of which the first tokens' are 0."""
     token = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 2)
     return jnp.where(token < num_prefix_tokens, jnp.zeros_like(positions), positions)
-
-
-def rotate(
-    x: jax.Array,
-    theta: jax.Array,
-    positions: jax.Array,
-    *,
-    act: Act,
-    axis: int | None,
-    layout: Layout,
-) -> jax.Array:
-    """The formula, for positions [N, K] or [B, N, K]."""
-    dtype = wide(x.dtype)
-    turn = turns(theta.astype(dtype), positions.astype(dtype), x.shape[-1])
-    turn = turn.squeeze(-2) if x.ndim == 3 else heads_to(turn, layout)
-    a = activate(x.astype(dtype), act, axis)
-    return jnp.concatenate(turned(a, turn), axis=-1).astype(x.dtype)
-
-
-def activate(x: jax.Array, act: Act, axis: int | None) -> jax.Array:
-    return jax.nn.softmax(x, axis=axis) if act == "softmax" else ACTS[act](x)
-
-
-def turned(a: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """a cos(phi) and a sin(phi), phi being 2 pi turn."""
-    sin, cos = phase.sincos(turn if turn.ndim == a.ndim else turn[None])
-    return a * cos, a * sin
-
-
-def heads_to(turn: jax.Array, layout: Layout) -> jax.Array:
-    """[.., N, H, D] as the layout has it."""
-    return jnp.swapaxes(turn, -3, -2) if layout == "BHND" else turn
 
 
 def turns(theta: jax.Array, positions: jax.Array, d: int) -> jax.Array:
@@ -117,3 +85,89 @@ def turns(theta: jax.Array, positions: jax.Array, d: int) -> jax.Array:
     theta = theta.reshape((1,) * (positions.ndim - 2) + theta.shape)
     shape = jnp.broadcast_shapes(positions.shape, theta.shape)
     return phase.turns(jnp.broadcast_to(positions, shape), jnp.broadcast_to(theta, shape))
+
+
+def _turned(x: jax.Array, turn: jax.Array, *, act: str, heads_first: bool, **_: Any) -> jax.Array:
+    """The output from angles [(B,) N, H, D]."""
+    a = _activated(x.astype(turn.dtype), act, heads_first)
+    turn = jnp.swapaxes(turn, -3, -2) if heads_first else turn
+    sin, cos = phase.sincos(turn if turn.ndim == a.ndim else turn[None])
+    return jnp.stack([a * cos, a * sin], axis=3).astype(x.dtype)
+
+
+def _activated(x: jax.Array, act: str, heads_first: bool) -> jax.Array:
+    if act == SOFTMAX_FEATURES:
+        return jax.nn.softmax(x, axis=3)
+    if act == SOFTMAX_SEQUENCE:
+        return jax.nn.softmax(x, axis=2 if heads_first else 1)
+    a: jax.Array = ACTS[act](x)
+    return a
+
+
+def forward(
+    x: jax.Array,
+    theta: jax.Array,
+    offset: jax.Array | None,
+    positions: jax.Array | None,
+    *,
+    save: bool,
+    config: LrpeCosineConfig | None,
+    **static: Any,
+) -> tuple[jax.Array, ...]:
+    """The output, and what the kernel saves."""
+    turn = _angles(x.shape[-1], theta, offset, positions, **static)
+    out = _turned(x, turn, **static)
+    if not save:
+        return (out,)
+    saved: list[jax.Array] = []
+    if static["act"] == SOFTMAX_SEQUENCE:
+        saved += _columns(x.astype(turn.dtype), **static)
+    if config is not None and config.cache_angles:
+        saved.append(jnp.broadcast_to(turn, (*turn.shape[:-1], x.shape[-1])))
+    return out, *saved
+
+
+def _columns(x: jax.Array, *, heads_first: bool, **_: Any) -> tuple[jax.Array, jax.Array]:
+    """The pivot and share of the sequence's softmax [B, H, D]."""
+    axis = 2 if heads_first else 1
+    pivot = jnp.maximum(x.max(axis=axis), jnp.finfo(x.dtype).min)
+    return pivot, 1 / jnp.exp(x - jnp.expand_dims(pivot, axis)).sum(axis=axis)
+
+
+def backward(
+    x: jax.Array | None,
+    dout: jax.Array,
+    theta: jax.Array,
+    offset: jax.Array | None,
+    positions: jax.Array | None,
+    cached: jax.Array | None,
+    pivot: jax.Array | None,
+    share: jax.Array | None,
+    **static: Any,
+) -> tuple[jax.Array]:
+    """dx"""
+    del pivot, share, static["config"]
+    x = jnp.zeros_like(dout[:, :, :, 0]) if x is None else x
+    turn = _angles(x.shape[-1], theta, offset, positions, **static) if cached is None else cached
+    (dx,) = jax.vjp(lambda x: _turned(x, turn, **static), x)[1](dout)
+    return (dx,)
+
+
+def gradients(
+    x: jax.Array,
+    dout: jax.Array,
+    theta: jax.Array,
+    offset: jax.Array | None,
+    positions: jax.Array | None,
+    pivot: jax.Array | None,
+    share: jax.Array | None,
+    *,
+    with_x: bool,
+    **static: Any,
+) -> tuple[jax.Array, ...]:
+    """dx, if asked for, and dtheta."""
+    del pivot, share, static["config"]
+    run = partial(rotate, offset=offset, positions=positions, **static)
+    pull = jax.vjp(run, x, theta)[1] if with_x else jax.vjp(partial(run, x), theta)[1]
+    pulled: tuple[jax.Array, ...] = pull(dout)
+    return pulled

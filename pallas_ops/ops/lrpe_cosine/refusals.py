@@ -21,53 +21,47 @@ ACTS = ("none", "relu", "sigmoid", "silu", "softmax")
 
 def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
     """int32 [1] or [B], a number as NumPy's, to run nothing eagerly; None for the number 0."""
-    if isinstance(value, bool) or not (hasattr(value, "dtype") or _is_index(value)):
-        raise TypeError(f"offset is {value!r}; accepted: an integer or an integer array")
-    if not hasattr(value, "dtype") and operator.index(value) == 0:
-        return None
+    if hasattr(value, "dtype") or (isinstance(value, Sequence) and not isinstance(value, str)):
+        array: Any = checks.array("offset", value)
+        checks.integers("offset", array)
+        if array.shape not in ((), x[:1]):
+            raise ValueError(f"offset.shape is {array.shape}; accepted: [] or [B] with B={x[0]}")
+        array = array.astype(jnp.int32).reshape(-1)
+    elif checks.is_index(value):
+        index = operator.index(value)
+        if index == 0:
+            return None
+        if abs(index) > 2**30:
+            raise ValueError(f"offset is {index}; accepted: -2**30 to 2**30")
+        array = np.full((1,), index, np.int32)
+    else:
+        raise TypeError(
+            f"{checks.shown('offset', value)}; accepted: an integer or an integer array"
+        )
     if given:
         raise ValueError("offset and positions are both given; accepted: one of them")
-    if not hasattr(value, "dtype"):
-        value = operator.index(value)
-        if abs(value) > 2**30:
-            raise ValueError(f"offset is {value}; accepted: -2**30 to 2**30")
-        return np.full((1,), value, np.int32)
-    checks.integers("offset", value)
-    if value.shape not in ((), x[:1]):
-        raise ValueError(f"offset.shape is {value.shape}; accepted: [] or [B] with B={x[0]}")
-    return jnp.asarray(value, jnp.int32).reshape(-1)
+    return array
 
 
-def positions(value: jax.Array, shared: str, per_batch: str) -> None:
-    real = jnp.issubdtype(value.dtype, jnp.integer) or jnp.issubdtype(value.dtype, jnp.floating)
-    if not real:
-        raise TypeError(
-            f"positions.dtype is {value.dtype.name!r}; accepted: integers or floating numbers"
-        )
-    ranks = len(shared.split()), len(per_batch.split())
-    if value.ndim not in ranks:
-        raise ValueError(
-            f"positions.shape is {value.shape}; accepted: [{', '.join(shared.split())}] or "
-            f"[{', '.join(per_batch.split())}]"
-        )
-
-
-def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[int, ...] | None:
-    """The grid's shape, if there is one."""
-    if isinstance(num_prefix_tokens, bool) or not _is_index(num_prefix_tokens):
-        raise TypeError(f"num_prefix_tokens is {num_prefix_tokens!r}; accepted: an int >= 0")
-    if num_prefix_tokens < 0:
-        raise ValueError(f"num_prefix_tokens is {num_prefix_tokens}; accepted: an int >= 0")
+def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[tuple[int, ...] | None, int]:
+    """The grid's shape, if there is one, and the number of prefix tokens."""
+    num_prefix_tokens = checks.integer("num_prefix_tokens", num_prefix_tokens, least=0)
     if shape is None and given:
-        return None
-    if not isinstance(shape, Sequence) or not shape or not all(map(_is_index, shape)):
+        return None, num_prefix_tokens
+    sizes = list(shape) if isinstance(shape, Sequence | np.ndarray) and np.ndim(shape) else []
+    if not sizes or not all(map(_is_size, sizes)):
         raise TypeError(
-            f"shape is {shape!r}; accepted: the grid's, a sequence of one int or more (None only "
-            "with positions)"
+            f"{checks.shown('shape', shape)}; accepted: the grid's, a sequence of one int or more "
+            "(None only with positions)"
         )
-    if min(shape) < 0:
-        raise ValueError(f"shape is {shape!r}; accepted: no negative sizes")
-    return tuple(map(operator.index, shape))
+    known = [operator.index(size) if checks.is_index(size) else size for size in sizes]
+    if any(size < 0 for size in known):
+        raise ValueError(f"shape is {tuple(known)}; accepted: no negative sizes")
+    return tuple(known), num_prefix_tokens
+
+
+def _is_size(x: Any) -> bool:
+    return checks.is_index(x) or jax.export.is_symbolic_dim(x)
 
 
 @checks.cached
@@ -76,6 +70,7 @@ def params(
     theta: Struct,
     offset: Struct | None,
     positions: Struct | None,
+    axes: str,
     shape: tuple[int, ...] | None,
     num_prefix_tokens: int,
     act: str,
@@ -84,34 +79,26 @@ def params(
     implementation: Implementation | None,
     config: LrpeCosineConfig | None,
 ) -> Params:
-    """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
+    """The static arguments, or a refusal; a function of what can be hashed, so it runs once.
+
+    `axes` are the form of positions that all batch elements share.
+    """
     checks.implementation(implementation, config, LrpeCosineConfig)
-    checks.same_floating({"x": x})
+    checks.floating("x", x)
     sizes = _sizes(x, layout)
-    num_axes = positions.shape[-1] if positions is not None else len(shape or (0,))
+    num_axes = 1 if "K" not in axes else len(shape or ())
+    if positions is not None:
+        _check_positions(positions, axes, sizes, num_axes)
+        num_axes = positions.shape[-1] if "K" in axes else 1
     _check_theta(theta, sizes, num_axes)
-    if positions is not None and positions.shape[:-1] not in (
-        (sizes["N"],),
-        (sizes["B"], sizes["N"]),
-    ):
-        raise ValueError(
-            f"positions.shape is {positions.shape}; accepted: N={sizes['N']} tokens, or those of "
-            f"B={sizes['B']} batch elements"
-        )
     if shape is not None:
-        _check_grid(shape, num_prefix_tokens, sizes["N"], num_axes)
+        _check_grid(shape, num_prefix_tokens, sizes["N"])
     kind = _act(act, axis, len(x.shape), layout)
-    implementation = checks.kernel_or_reference(implementation, x.dtype, sizes)
-    if kind == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
-        wide = f"a softmax over {sizes['D']} features"
-        implementation = checks.reference_instead(implementation, wide)
-    if implementation != "xla" and sizes["N"] * sizes.get("H", 1) > checks.LONGEST:
-        long = f"N * H = {sizes['N'] * sizes.get('H', 1)} rows"
-        implementation = checks.reference_instead(implementation, long)
+    implementation = _implementation(implementation, x, sizes, kind)
     if config is not None:
         _check_config(config, kind, sizes["D"])
     batch_offset = offset is not None and offset.shape != (1,)
-    batch_positions = positions is not None and len(positions.shape) == 3
+    batch_positions = positions is not None and len(positions.shape) > len(axes.split())
     return Params(
         act=kind,
         shape=None if positions is not None else shape or (sizes["N"],),
@@ -123,53 +110,79 @@ def params(
     )
 
 
+def _implementation(
+    implementation: Implementation | None, x: Struct, sizes: dict[str, int], act: str
+) -> Implementation | None:
+    """The reference for what no kernel takes, else as asked."""
+    implementation = checks.kernel_or_reference(implementation, x.dtype, sizes)
+    if implementation == "xla":
+        return implementation
+    rows = sizes["N"] * sizes.get("H", 1)
+    if act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
+        of = f"a softmax over {sizes['D']} features"
+        return checks.reference_instead(implementation, of)
+    if rows > checks.LONGEST:
+        return checks.reference_instead(implementation, f"N * H = {rows} rows")
+    return implementation
+
+
 def _sizes(x: Struct, layout: str) -> dict[str, int]:
-    if layout not in ("BNHD", "BHND"):
-        raise ValueError(f"layout is {layout!r}; accepted: 'BNHD', 'BHND'")
-    letters = "BND" if len(x.shape) == 3 and layout == "BNHD" else layout
-    if len(x.shape) != len(letters):
-        also = " or [B, N, D]" if layout == "BNHD" else ""
-        raise ValueError(f"x.shape is {x.shape}; accepted: [{', '.join(layout)}]{also}")
-    return dict(zip(letters, x.shape, strict=True))
+    checks.one_of("layout", layout, ("BNHD", "BHND"))
+    axes = checks.Axes()
+    axes.check("x", x, " ".join(layout), *["B N D"] * (layout == "BNHD"))
+    return axes.sizes
+
+
+def _check_positions(x: Struct, axes: str, sizes: dict[str, int], num_axes: int) -> None:
+    real = jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)
+    if not real:
+        raise TypeError(f"positions.dtype is '{x.dtype}'; accepted: integers or floating numbers")
+    if not isinstance(x.shape[-1], int) and "K" in axes:
+        raise ValueError(f"positions.shape is {x.shape}; accepted: symbolic sizes, but not for K")
+    known = checks.Axes()
+    known.learn("x", B=sizes["B"], N=sizes["N"])
+    if num_axes:
+        known.learn("shape", K=num_axes)
+    known.check("positions", x, axes, f"B {axes}")
 
 
 def _check_theta(theta: Struct, sizes: dict[str, int], num_axes: int) -> None:
-    if not jnp.issubdtype(theta.dtype, jnp.floating):
-        raise TypeError(f"theta.dtype is {theta.dtype.name!r}; accepted: a floating one")
+    checks.any_floating("theta", theta)
     heads, d = sizes.get("H", 1), sizes["D"]
     fits = len(theta.shape) == 2 and theta.shape[0] in (1, heads)
     if num_axes == 1:
-        what = f"[{heads}, E] or [1, E] with E from 1 to {d}"
-        fits = fits and 1 <= theta.shape[1] <= max(1, d)
+        what = f"E from 1 to D = {d}"
+        fits = fits and 1 <= theta.shape[1] <= max(d, 1)  # in this order d may be symbolic
     else:
-        what = f"[{heads}, E] or [1, E] with {num_axes} * E >= {d}"
+        what = f"{num_axes} * E >= D = {d}"
         fits = fits and theta.shape[1] >= 1 and num_axes * theta.shape[1] >= d
     if not fits:
-        raise ValueError(f"theta.shape is {theta.shape}; accepted: {what}")
+        forms = "[1, E]" if heads == 1 else f"[1, E] or [H, E] with H = {heads}"
+        raise ValueError(f"theta.shape is {theta.shape}; accepted: {forms} and {what}")
 
 
-def _check_grid(shape: tuple[int, ...], num_prefix_tokens: int, n: int, num_axes: int) -> None:
-    if num_prefix_tokens + math.prod(shape) != n or len(shape) != num_axes:
+def _check_grid(shape: tuple[int, ...], num_prefix_tokens: int, n: int) -> None:
+    if num_prefix_tokens + math.prod(shape) != n:
         raise ValueError(
-            f"shape is {shape} and num_prefix_tokens {num_prefix_tokens}; accepted: {num_axes} "
-            f"sizes with num_prefix_tokens + prod(shape) = N = {n}"
+            f"shape is {shape} and num_prefix_tokens {num_prefix_tokens}; accepted: sizes with "
+            f"num_prefix_tokens + prod(shape) = N = {n}"
         )
 
 
-def _act(act: str, axis: int | None, rank: int, layout: str) -> str:
-    if act not in ACTS:
-        raise ValueError(f"act is {act!r}; accepted: {', '.join(map(repr, ACTS))}")
+def _act(act: Any, axis: Any, rank: int, layout: str) -> str:
+    checks.one_of("act", act, ACTS)
     if act != "softmax":
         if axis is not None:
             raise ValueError(f"axis is {axis!r} and act {act!r}; accepted: None, but for softmax")
-        return act
+        return str(act)
     sequence = 2 if layout == "BHND" else 1
     names = {rank - 1: SOFTMAX_FEATURES, sequence: SOFTMAX_SEQUENCE}
-    found = axis % rank if axis is not None and _is_index(axis) and -rank <= axis < rank else None
+    fits = checks.is_index(axis) and -rank <= operator.index(axis) < rank
+    found = operator.index(axis) % rank if fits else None
     if found not in names:
         raise ValueError(
-            f"axis is {axis!r}; accepted, for a softmax: {rank - 1} or -1 (the features), "
-            f"{sequence} or {sequence - rank} (the sequence)"
+            f"{checks.shown('axis', axis)}; accepted, for a softmax: {rank - 1} or -1 (the "
+            f"features), {sequence} or {sequence - rank} (the sequence)"
         )
     return names[found]
 
@@ -185,11 +198,3 @@ def _check_config(config: LrpeCosineConfig, act: str, d: int) -> None:
             f"LrpeCosineConfig.block_d is {config.block_d}; accepted, for a softmax over the "
             f"features: at least D = {d}"
         )
-
-
-def _is_index(x: Any) -> bool:
-    try:
-        operator.index(x)
-    except TypeError:
-        return False
-    return not isinstance(x, bool)

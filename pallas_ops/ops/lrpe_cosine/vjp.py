@@ -17,7 +17,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import TypeOf, call, like
-from pallas_ops.ops.lrpe_cosine import kernel, kernel_theta, passes
+from pallas_ops.ops.lrpe_cosine import kernel, kernel_theta
+from pallas_ops.ops.lrpe_cosine import reference as meaning
 from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
 from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig
 
@@ -51,7 +52,7 @@ def reference(
     positions: jax.Array | None,
 ) -> jax.Array:
     """`rotate` in jax.numpy, differentiated by JAX."""
-    return passes.forward(x, theta, offset, positions, save=False, **p.static)[0]
+    return meaning.forward(x, theta, offset, positions, save=False, **p.static)[0]
 
 
 def _whole(p: Params, features: str, positions: str, num_axes: int) -> tuple[str, ...]:
@@ -81,7 +82,7 @@ def ops(
         describe(
             name="lrpe_cosine",
             kernel=partial(kernel.forward, save=save),
-            reference=partial(passes.forward, save=save),
+            reference=partial(meaning.forward, save=save),
             operands=(x, *where),
             results=(out, *saved) if save else (out,),
         )
@@ -90,7 +91,7 @@ def ops(
     backward = describe(
         name="lrpe_cosine_backward",
         kernel=kernel.backward,
-        reference=passes.backward,
+        reference=meaning.backward,
         operands=(x, out, *where, cached, column, column),
         results=(x,),
     )
@@ -99,7 +100,7 @@ def ops(
         describe(
             name=f"lrpe_cosine_{name}",
             kernel=partial(kernel_theta.gradients, with_x=len(results) == 2),
-            reference=partial(passes.gradients, with_x=len(results) == 2),
+            reference=partial(meaning.gradients, with_x=len(results) == 2),
             operands=(x, out, *where, column, column),
             results=results,
             summed=("",) * (len(results) - 1) + (summed,),

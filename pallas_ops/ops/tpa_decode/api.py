@@ -1,31 +1,36 @@
 """The public face of tpa_decode."""
 
-import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from pallas_ops.core import checks, vary
+from pallas_ops.core import checks, forward_mode, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
 from pallas_ops.ops.tpa_decode import reference, vjp
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, choose
 
+Struct = jax.ShapeDtypeStruct
+FACTORS = ("aq", "ak", "av", "bq", "bk", "bv")
+SCALES = ("scale", "scale_q", "scale_k", "scale_v")
+
 
 def tpa_decode(
-    aq: jax.Array,
-    ak: jax.Array,
-    av: jax.Array,
-    bq: jax.Array,
-    bk: jax.Array,
-    bv: jax.Array,
+    aq: ArrayLike,
+    ak: ArrayLike,
+    av: ArrayLike,
+    bq: ArrayLike,
+    bk: ArrayLike,
+    bv: ArrayLike,
     *,
-    lengths: jax.Array | None = None,
-    scale: float | None = None,
-    scale_q: float | None = None,
-    scale_k: float | None = None,
-    scale_v: float | None = None,
+    lengths: ArrayLike | Sequence[int] | None = None,
+    scale: ArrayLike | None = None,
+    scale_q: ArrayLike | None = None,
+    scale_k: ArrayLike | None = None,
+    scale_v: ArrayLike | None = None,
     axis_name: str | None = None,
     implementation: Implementation | None = None,
     config: TpaDecodeConfig | None = None,
@@ -72,29 +77,31 @@ def tpa_decode(
     kernels parallel_b, parallel_bh and parallel_bn of xopes, to which it adds lengths, ranks of k
     and v, several queries, float32 partial results, the log-sum-exp and the gradient.
     """
-    return _decode(
-        (aq, ak, av, bq, bk, bv),
-        lengths,
-        (scale, scale_q, scale_k, scale_v),
-        axis_name,
-        implementation,
-        config,
+    return _run(
+        *prepare(
+            (aq, ak, av, bq, bk, bv),
+            lengths,
+            (scale, scale_q, scale_k, scale_v),
+            axis_name,
+            implementation,
+            config,
+        )
     )[0]
 
 
 def tpa_decode_with_lse(
-    aq: jax.Array,
-    ak: jax.Array,
-    av: jax.Array,
-    bq: jax.Array,
-    bk: jax.Array,
-    bv: jax.Array,
+    aq: ArrayLike,
+    ak: ArrayLike,
+    av: ArrayLike,
+    bq: ArrayLike,
+    bk: ArrayLike,
+    bv: ArrayLike,
     *,
-    lengths: jax.Array | None = None,
-    scale: float | None = None,
-    scale_q: float | None = None,
-    scale_k: float | None = None,
-    scale_v: float | None = None,
+    lengths: ArrayLike | Sequence[int] | None = None,
+    scale: ArrayLike | None = None,
+    scale_q: ArrayLike | None = None,
+    scale_k: ArrayLike | None = None,
+    scale_v: ArrayLike | None = None,
     axis_name: str | None = None,
     implementation: Implementation | None = None,
     config: TpaDecodeConfig | None = None,
@@ -104,95 +111,148 @@ def tpa_decode_with_lse(
     Attention over disjoint sets of keys merges by it: with weights exp(lse_i - max lse), the
     weighted mean of the outputs is the attention over all the keys.
     """
-    return _decode(
-        (aq, ak, av, bq, bk, bv),
-        lengths,
-        (scale, scale_q, scale_k, scale_v),
-        axis_name,
-        implementation,
-        config,
+    return _run(
+        *prepare(
+            (aq, ak, av, bq, bk, bv),
+            lengths,
+            (scale, scale_q, scale_k, scale_v),
+            axis_name,
+            implementation,
+            config,
+        )
     )
 
 
-def _decode(
-    factors: tuple[jax.Array, ...],
-    lengths: jax.Array | None,
-    scales: tuple[float | None, ...],
+class Scales(NamedTuple):
+    """Of the scores and of the values, where they are arrays."""
+
+    query: jax.Array | None
+    value: jax.Array | None
+
+
+def prepare(
+    factors: Sequence[ArrayLike],
+    lengths: ArrayLike | Sequence[int] | None,
+    scales: Sequence[ArrayLike | None],
     axis_name: str | None,
-    implementation: Implementation | None,
-    config: TpaDecodeConfig | None,
-) -> tuple[jax.Array, jax.Array]:
-    factors = tuple(x if isinstance(x, jax.Array) else jnp.asarray(x) for x in factors)
-    if lengths is not None and not isinstance(lengths, jax.Array):
-        lengths = jnp.asarray(lengths)
-    signature = tuple((x.shape, x.dtype) for x in factors)
-    length_signature = None if lengths is None else (lengths.shape, lengths.dtype)
-    params = _check(signature, length_signature, axis_name, implementation, config, *scales)
-    return _run(factors, lengths, axis_name=axis_name, params=params)  # type: ignore[no-any-return]
+    implementation: Implementation | None = "xla",
+    config: TpaDecodeConfig | None = None,
+) -> tuple[vjp.Params, str | None, tuple[jax.Array, ...], jax.Array | None, Scales]:
+    """What `evaluate` takes, or a refusal."""
+    checks.axis_name(axis_name)
+    arrays = tuple(checks.array(*pair) for pair in zip(FACTORS, factors, strict=True))
+    lengths = checks.optional_array("lengths", lengths)
+    dtype = wide(arrays[0].dtype)
+    given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
+    signatures = map(checks.signature, (*arrays, lengths))
+    scaled = any(isinstance(x, jax.Array) for x in given[:3])
+    facts: Any = (*signatures, scaled, implementation, config)
+    sizes, implementation = _check(*facts)
+    query, value = reference.scales(*sizes, *given)
+    params = vjp.Params(
+        score_scale=1.0 if isinstance(query, jax.Array) else query,
+        value_scale=1.0 if isinstance(value, jax.Array) else value,
+        implementation=implementation,
+        config=config,
+    )
+    arrays_of = (x if isinstance(x, jax.Array) else None for x in (query, value))
+    return params, axis_name, arrays, lengths, Scales(*arrays_of)
 
 
 @checks.cached
 def _check(
-    factors: tuple[tuple[tuple[int, ...], Any], ...],
-    lengths: tuple[tuple[int, ...], Any] | None,
-    axis_name: str | None,
+    aq: Struct,
+    ak: Struct,
+    av: Struct,
+    bq: Struct,
+    bk: Struct,
+    bv: Struct,
+    lengths: Struct | None,
+    scaled: bool,
     implementation: Implementation | None,
     config: TpaDecodeConfig | None,
-    *scales: float | None,
-) -> vjp.Params:
-    """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
+) -> tuple[tuple[int, ...], Implementation | None]:
+    """D, R, Rk, Rv and the implementation, or a refusal; of what can be hashed, so it runs once.
+
+    A scale that is an array makes float32 queries.
+    """
     checks.implementation(implementation, config, TpaDecodeConfig)
-    checks.instance("axis_name", axis_name, str)
-    aq, ak, av, bq, bk, bv = (jax.ShapeDtypeStruct(*f) for f in factors)
-    sizes: dict[str, int] = {}
-    checks.shape("aq", aq, "B N H R", sizes)
-    checks.shape("bq", bq, "B N R D", sizes)
-    checks.shape("ak", ak, "B M Rk H" if len(ak.shape) == 4 else "B M H", sizes)
-    checks.shape("bk", bk, "B M Rk D" if len(ak.shape) == 4 else "B M D", sizes)
-    checks.shape("av", av, "B M Rv H" if len(av.shape) == 4 else "B M H", sizes)
-    checks.shape("bv", bv, "B M Rv E" if len(av.shape) == 4 else "B M E", sizes)
-    if lengths is not None:
-        checks.integers("lengths", jax.ShapeDtypeStruct(*lengths))
-        checks.shape("lengths", jax.ShapeDtypeStruct(*lengths), "B", sizes)
-    checks.same_floating(dict(aq=aq, ak=ak, av=av, bq=bq, bk=bk, bv=bv))
-    names = ("scale", "scale_q", "scale_k", "scale_v")
-    given = [checks.number_or_none(name, x) for name, x in zip(names, scales, strict=True)]
-    score_scale, value_scale = reference.scales(
-        sizes["D"], sizes["R"], sizes.get("Rk", 1), sizes.get("Rv", 1), *given
-    )
+    arrays = dict(aq=aq, ak=ak, av=av, bq=bq, bk=bk, bv=bv)
+    sizes = {"Rk": 1, "Rv": 1} | _sizes(arrays, lengths)
+    _check_dtypes(arrays)
     implementation = checks.kernel_or_reference(implementation, aq.dtype, sizes)
-    letters = {letter.lower(): size for letter, size in sizes.items()}
-    s = Sizes(**({"rk": 1, "rv": 1} | letters), dtype=jnp.dtype(aq.dtype).name)
-    if implementation != "xla" and config is None and choose(s) is None:
-        of = f"{s.dtype} of R={s.r}, D={s.d}, E={s.e}, for which shared memory is too small"
-        implementation = checks.reference_instead(implementation, of)
-    return vjp.Params(
-        score_scale=score_scale,
-        value_scale=value_scale,
-        implementation=implementation,
-        config=config,
-    )
+    if implementation != "xla" and config is None:
+        queries = jnp.dtype(jnp.float32) if scaled else aq.dtype
+        letters = {letter.lower(): size for letter, size in sizes.items()}
+        s = Sizes(**letters, dtype=ak.dtype.name, wide_queries=queries != ak.dtype)
+        if choose(s) is None:
+            of = f"{s.dtype} of R={s.r}, D={s.d}, E={s.e}, for which shared memory is too small"
+            implementation = checks.reference_instead(implementation, of)
+    return tuple(sizes[letter] for letter in ("D", "R", "Rk", "Rv")), implementation
 
 
-@functools.partial(jax.jit, static_argnames=("axis_name", "params"), inline=True)
-def _run(
+def _sizes(arrays: dict[str, Struct], lengths: Struct | None) -> dict[str, int]:
+    """By letter. aq comes last: of its axes the others tell which are the heads."""
+    axes = checks.Axes()
+    axes.check("bq", arrays["bq"], "B N R D")
+    for letter, width in (("k", "D"), ("v", "E")):
+        a, b = arrays[f"a{letter}"], arrays[f"b{letter}"]
+        forms = ("B M", f"B M R{letter}")
+        axes.check(f"a{letter}", a, *(f"{form} H" for form in forms))
+        axes.check(f"b{letter}", b, f"{forms[len(a.shape) - 3]} {width}")
+    axes.check("aq", arrays["aq"], "B N H R")
+    if lengths is not None:
+        checks.integers("lengths", lengths)
+        axes.check("lengths", lengths, "", "B")
+    return axes.sizes
+
+
+def _check_dtypes(arrays: dict[str, Struct]) -> None:
+    """One of the queries, and one of the cache, which may be narrower."""
+    for name, x in arrays.items():
+        checks.floating(name, x)
+    checks.same_dtype("ak", "av", "bk", "bv", arrays=arrays)
+    checks.same_dtype("aq", "bq", arrays=arrays)
+    query, cache = arrays["aq"].dtype, arrays["ak"].dtype
+    if query != cache and not (query == jnp.float32 and cache.itemsize == 2):
+        raise TypeError(
+            f"aq.dtype is '{query}'; accepted: that of the cache, {cache}, or float32 beside a "
+            "cache of 16 bits"
+        )
+
+
+def evaluate(
+    params: vjp.Params,
+    axis_name: str | None,
     factors: tuple[jax.Array, ...],
     lengths: jax.Array | None,
-    *,
-    axis_name: str | None,
-    params: vjp.Params,
+    scales: Scales,
+    attention: Callable[..., Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
+    """The output and the log-sum-exp."""
     aq, ak, av, bq, bk, bv = factors
+    dtype, full = aq.dtype, jnp.dtype(wide(aq.dtype))
+    if scales.query is not None:
+        aq, bq = aq.astype(full) * scales.query.astype(full), bq.astype(full)
     ak, av, bk, bv = reference.with_ranks(ak, av, bk, bv)
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)
     lengths = reference.local_lengths(lengths, aq.shape[1], ak.shape[1], axis_name)
     if lengths is not None:
         lengths = jnp.broadcast_to(lengths, aq.shape[:1])
-    operands = vary.unify(aq, ak, av, bq, bk, bv, lengths)
-    out_dtype = aq.dtype if axis_name is None else jnp.dtype(wide(aq.dtype))
-    attention = vjp.reference if params.implementation == "xla" else vjp.attention
-    out, lse = attention(params, out_dtype.name, *operands)
+    operands: Any = vary.unify(aq, ak, av, bq, bk, bv, lengths)
+    if params.implementation != "xla":
+        attention, operands = vjp.attention, forward_mode.refuse("tpa_decode", *operands)
+    attention = attention or vjp.reference
+    further = axis_name is not None or scales.value is not None
+    out, lse = attention(params, (full if further else dtype).name, *operands)
     if axis_name is not None:
         out, lse = reference.merge_shards(out, lse, axis_name)
-    return out.astype(aq.dtype), lse
+    if scales.value is not None:
+        out = out * scales.value.astype(full)
+    return out.astype(dtype), lse
+
+
+_run: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(
+    evaluate, static_argnums=(0, 1), inline=True
+)

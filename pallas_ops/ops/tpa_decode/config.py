@@ -43,7 +43,8 @@ class Sizes:
     e: int
     rk: int
     rv: int
-    dtype: str
+    dtype: str  # of the cache
+    wide_queries: bool = False  # whether aq and bq are float32 beside a cache of 16 bits
 
     @property
     def tile_r(self) -> int:
@@ -63,8 +64,8 @@ class Sizes:
 
         Products of TF32 take two float32, the number and its rest (see `core.matmul`).
         """
-        own = 8 if self.dtype == "float32" else 2
-        return own, 2 if self.dtype == "bfloat16" else 8
+        own = 8 if self.dtype == "float32" or self.wide_queries else 2
+        return own, 2 if self.dtype == "bfloat16" and not self.wide_queries else 8
 
     def buffer_bytes(self, c: TpaDecodeConfig) -> int:
         """Bytes of the buffers of one key: each stage but the last has one."""

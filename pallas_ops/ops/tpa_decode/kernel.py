@@ -131,7 +131,8 @@ def _forward_kernel(
         top, total, acc = carry
         keys, stored = Keys(rows, i, limit), Keys(rows, i, s.m)
         scale = plan.score_scale * LOG2E
-        inner = [scale * dot(bq, load(bk_ref, *stored.features(k, s.d)).T) for k in range(s.rk)]
+        bk = [load(bk_ref, *stored.features(k, s.d)) for k in range(s.rk)]
+        inner = [scale * dot(bq, x.T, pieces=3) for x in bk]
         ak = [rows.spread(stored.load_a(ak_ref, k)) for k in range(s.rk)]
         score, _ = scores(aq, inner, ak, pieces=3)
         score = jnp.where(keys.seen(length), score, -jnp.inf)
@@ -141,7 +142,7 @@ def _forward_kernel(
         acc = acc * fade[:, None]
         for k in range(s.rv):
             weight = p * rows.spread(keys.load_a(av_ref, k))
-            acc = dot(weight, load(bv_ref, *keys.features(k, s.e)), acc)
+            acc = dot(weight, load(bv_ref, *keys.features(k, s.e)), acc, pieces=plan.pieces)
         return new_top, total * fade + p.sum(axis=1), acc
 
     num_rows = rows.index.shape[0]

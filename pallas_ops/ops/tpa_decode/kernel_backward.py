@@ -105,7 +105,7 @@ def _backward_kernel(
     *,
     plan: Plan,
 ) -> None:
-    s, c = plan.s, plan.c
+    s, c, exact = plan.s, plan.c, partial(dot, pieces=plan.pieces)
     rows = Rows(plan, 0)
     aq, bq = rows.load_aq(aq_ref), rows.load_bq(bq_ref)
     e = span(s.tile_e)
@@ -123,26 +123,26 @@ def _backward_kernel(
         daq, dbq = carry
         keys, stored = Keys(rows, i, limit), Keys(rows, i, s.m)
         bk = [load(bk_ref, *keys.features(k, s.d)) for k in range(s.rk)]
-        inner = [dot(bq, x.T) for x in bk]
+        inner = [exact(bq, x.T) for x in bk]
         ak = [rows.spread(keys.load_a(ak_ref, k)) for k in range(s.rk)]
-        score, u = scores(aq, inner, ak)
+        score, u = scores(aq, inner, ak, pieces=plan.pieces)
         p = exp2((score * plan.score_scale - lse[:, None]) * LOG2E)
         p = jnp.where(keys.seen(length) & rows.inside[:, None], p, 0.0)
         dp = []
         for k in range(s.rv):
             av = rows.spread(keys.load_a(av_ref, k)) * plan.value_scale
-            t = dot(dout, load(bv_ref, *keys.features(k, s.e)).T)
+            t = exact(dout, load(bv_ref, *keys.features(k, s.e)).T)
             dp.append(t * av)
             store(dav_ref, rows.gather(p * t) * plan.value_scale, *stored.heads(k))
-            store(dbv_ref, dot((p * av).T, dout), *stored.features(k, s.e))
+            store(dbv_ref, exact((p * av).T, dout), *stored.features(k, s.e))
         ds = p * (sum_of(dp) - delta[:, None]) * plan.score_scale
         for k in range(s.rk):
             store(dak_ref, rows.gather(ds * u[k]), *stored.heads(k))
             g = ds * ak[k]
-            x = dot(aq.T, g)
-            store(dbk_ref, dot(x.T, bq), *stored.features(k, s.d))
-            daq = dot(g, inner[k].T, daq)
-            dbq = dot(x, bk[k], dbq)
+            x = exact(aq.T, g)
+            store(dbk_ref, exact(x.T, bq), *stored.features(k, s.d))
+            daq = exact(g, inner[k].T, daq)
+            dbq = exact(x, bk[k], dbq)
         return daq, dbq
 
     daq = jnp.zeros(aq.shape, jnp.float32)

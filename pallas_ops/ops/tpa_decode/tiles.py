@@ -35,6 +35,11 @@ class Plan:
         return pl.cdiv(self.s.h, self.c.block_h)
 
     @property
+    def pieces(self) -> Literal[2, 3]:
+        """Of a float32 side of products; float32 results need all of its bits."""
+        return 3 if self.s.wide_queries else 2
+
+    @property
     def row_blocks(self) -> int:
         return self.head_blocks * pl.cdiv(self.s.n, self.c.block_n)
 
@@ -43,7 +48,11 @@ def sizes(aq: jax.Array, ak: jax.Array, av: jax.Array, bq: jax.Array, bv: jax.Ar
     b, n, h, r = aq.shape
     _, m, rk, _ = ak.shape
     d, e, rv = bq.shape[-1], bv.shape[-1], av.shape[2]
-    return Sizes(b=b, n=n, m=m, h=h, r=r, d=d, e=e, rk=rk, rv=rv, dtype=aq.dtype.name)
+    wide_queries = aq.dtype != ak.dtype
+    dtype = ak.dtype.name
+    return Sizes(
+        b=b, n=n, m=m, h=h, r=r, d=d, e=e, rk=rk, rv=rv, dtype=dtype, wide_queries=wide_queries
+    )
 
 
 def flat(x: jax.Array, split: int) -> jax.Array:

@@ -15,7 +15,7 @@ from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import call, like
 from pallas_ops.ops.tpa_decode import kernel, kernel_backward
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose_backward
-from pallas_ops.ops.tpa_decode.reference import attend
+from pallas_ops.ops.tpa_decode.reference import attend, attend_naive
 from pallas_ops.ops.tpa_decode.tiles import sizes
 
 RESIDUALS = "pallas_ops.tpa_decode"
@@ -41,6 +41,14 @@ def reference(
     return _forward_reference(
         *operands, score_scale=p.score_scale, value_scale=p.value_scale, out_dtype=out_dtype
     )
+
+
+def naive(
+    p: Params, out_dtype: str, *operands: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """`reference` by materialising q, k and v, without the log-sum-exp."""
+    run: Any = partial(attend_naive, score_scale=p.score_scale, value_scale=p.value_scale)
+    return run(*operands).astype(out_dtype), None
 
 
 def _forward_reference(
