@@ -1,6 +1,6 @@
 """A layer of linear attention with decay, whose relative positions are learned angles.
 
-`python -m examples.linear_attention` runs it over a sequence in chunks, then token by token with a
+`python examples/linear_attention.py` runs it over a sequence in chunks, then token by token with a
 state of fixed size, and checks that both come to the same.
 """
 

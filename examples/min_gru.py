@@ -1,6 +1,6 @@
 """A minimal gated recurrent unit (https://arxiv.org/abs/2410.01201), in parallel over a sequence.
 
-`python -m examples.min_gru` runs it over a sequence in two pieces, the second starting from the
+`python examples/min_gru.py` runs it over a sequence in two pieces, the second starting from the
 state of the first, and checks that stepping through comes to the same.
 """
 

@@ -1,9 +1,11 @@
 """A small language model with tensor-product attention, which caches factors and not k and v.
 
-`python -m examples.tpa_decoder` reads a prompt in one call, writes tokens one at a time (one
-compiled program for all lengths), and checks that reading it all at once comes to the same.
+`python examples/tpa_decoder.py` reads a prompt in one call, writes tokens one at a time (one
+compiled program for all lengths, which updates the cache in place), and checks that reading it all
+at once comes to the same.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -35,9 +37,8 @@ class Attention(nnx.Module):
         self.out = nnx.Linear(heads * dim, width, rngs=rngs)
 
     def empty_cache(self, batch: int, length: int) -> Cache:
-        a = jnp.zeros((batch, length, self.kv_rank, self.heads))
-        b = jnp.zeros((batch, length, self.kv_rank, self.dim))
-        return Cache(a, a, b, b)
+        widths = (self.heads, self.heads, self.dim, self.dim)
+        return Cache(*(jnp.zeros((batch, length, self.kv_rank, width)) for width in widths))
 
     def __call__(self, x: jax.Array, cache: Cache, length: jax.Array) -> tuple[jax.Array, Cache]:
         """x [B, N, width] stands at `length` and after it."""
@@ -59,7 +60,7 @@ class Attention(nnx.Module):
             bq,
             cache.bk,
             cache.bv,
-            lengths=jnp.full((batch,), length + n),
+            lengths=length + n,
         )
         return self.out(out.reshape(batch, n, -1)), cache
 
@@ -96,7 +97,7 @@ class Model(nnx.Module):
         return self.embed.attend(self.norm(x)), new
 
 
-@nnx.jit
+@functools.partial(nnx.jit, donate_argnames="caches")
 def read(
     model: Model, tokens: jax.Array, caches: list[Cache], length: jax.Array
 ) -> tuple[jax.Array, list[Cache]]:
@@ -107,13 +108,12 @@ def main(*, batch: int = 2, prompt: int = 5, steps: int = 12) -> jax.Array:
     """Tokens [batch, prompt + steps]."""
     model = Model(vocabulary=64, width=32, layers=2, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (batch, prompt), 0, 64)
-    empty = model.empty_cache(batch, prompt + steps)
-    logits, caches = read(model, tokens, empty, jnp.int32(0))
+    logits, caches = read(model, tokens, model.empty_cache(batch, prompt + steps), jnp.int32(0))
     for length in range(prompt, prompt + steps):
         last = jnp.argmax(logits[:, -1:], axis=-1)
         tokens = jnp.concatenate([tokens, last], axis=1)
         logits, caches = read(model, last, caches, jnp.int32(length))
-    again, _ = read(model, tokens, empty, jnp.int32(0))
+    again, _ = read(model, tokens, model.empty_cache(batch, prompt + steps), jnp.int32(0))
     if not jnp.allclose(again[:, -1], logits[:, -1], atol=1e-4):
         raise AssertionError("reading one token at a time and all at once differ")
     return tokens

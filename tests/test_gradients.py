@@ -28,13 +28,15 @@ def check(fn: Any, xs: Arrays, *, order: int, **options: Any) -> None:
 @every_op
 def test_reverse_mode(rng: Rng, op: TestedOp, implementation: Any, order: int) -> None:
     xs = op.arguments(rng)
-    integers = xs[op.num_floating :]
+    integers = [jnp.minimum(x, 5) for x in xs[op.num_floating :]]  # at 100, angles grow by 100 eps
+    # A step that the kernels' rounding allows: it is divided by it once or twice.
+    eps = 5e-4 if order == 1 else 5e-3
 
     @jax.jit
     def fn(*floating: jax.Array) -> Arrays:
         return op.fn(*floating, *integers, implementation=implementation)
 
-    check(fn, xs[: op.num_floating], order=order, modes=("rev",))
+    check(fn, xs[: op.num_floating], order=order, modes=("rev",), eps=eps)
 
 
 @pytest.mark.parametrize("op", OPS, ids=words)
