@@ -33,7 +33,7 @@ def chunk_cumsum_decay(
     implementation: Implementation | None = None,
     config: ChunkCumsumDecayConfig | None = None,
 ) -> jax.Array:
-    """Running sums (of log-decays, say) that restart at every chunk.
+    """Running sums (of log-decays, say) that restart at every chunk: a chunk-local cumsum.
 
     With y = scale * x, shifted, a chunk [s, e) with s = c * chunk_size, e = min(s + chunk_size, N):
 
@@ -49,21 +49,24 @@ def chunk_cumsum_decay(
     Args:
       x: bfloat16, float16, float32 (float64 runs the reference), of any rank but 0.
       axis: the axis of the sums; none is transposed or copied for it.
-      chunk_size: any int from 1 up, a power of two or not; the last chunk may be shorter.
+      chunk_size: any int >= 1, a power of two or not; the last chunk may be shorter.
       reverse: sum from each chunk's end.
       shift: None, "chunk" or "sequence".
-      scale: what x is multiplied by before it is summed. A Python number.
+      scale: what x is multiplied by before it is summed. A number, or a floating array of shape []
+        (which may be traced, is differentiable, and costs a pass over x in float32).
       cu_seqlens: integers [S + 1], may be traced: where sequences that are packed along the axis
         begin, and the last one ends. Chunks are counted from each sequence's start, shifts stop at
         its ends, and what is before the first or behind the last sequence gives 0. Bounds are taken
-        to lie in [0, N] and not to descend. Default: one sequence of N.
+        to lie in [0, N] and not to descend. Of ascending segment ids 0 to S - 1, they are
+        `jnp.searchsorted(segment_ids, jnp.arange(S + 1))`. Default: one sequence of N.
       dtype: that of the result; default: that of x.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
         elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
       config: launch choices, of the gradient as well; None chooses by shape. "xla" takes none.
 
     Returns:
-      An array of x's shape. Differentiable in x: the gradient is the op turned round.
+      An array of x's shape. Differentiable in x, the gradient being the op turned round, and in a
+      scale that is an array.
 
     Raises:
       ValueError, TypeError: while tracing, naming the argument, its value and what is accepted.

@@ -26,7 +26,7 @@ def logcumsumexp(
     implementation: Implementation | None = None,
     config: LogcumsumexpConfig | None = None,
 ) -> jax.Array:
-    """The logarithm of running sums of exponentials.
+    """The logarithm of running sums of exponentials (`jax.lax.cumlogsumexp`, but exact).
 
         o_i = log(exp(s) + sum_{j<=i} exp(x_j))
 
@@ -45,7 +45,7 @@ def logcumsumexp(
       axis: the axis of the running sums; none is transposed or copied for it.
       reverse: sum from the end.
       initial_state: real, broadcastable to x's shape with length 1 on `axis`; default: -inf.
-      clip: clamps x and the state to [-clip, clip] first, with gradient 0 outside. A Python number.
+      clip: clamps x and the state to [-clip, clip] first, with gradient 0 outside. A number >= 0.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
         elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
       config: launch choices; None chooses by shape. "xla" takes none.

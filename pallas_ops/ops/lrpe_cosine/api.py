@@ -41,12 +41,14 @@ def lrpe_cosine(
 
     Args:
       x: [B, N, H, D], or [B, H, N, D] with layout="BHND", or [B, N, D]; bfloat16, float16, float32
-        (float64 runs the reference).
+        (float64 runs the reference). Beside a theta of one head, nothing tells N from H: heads
+        that come first without layout="BHND" are taken for tokens.
       theta: [H, E], or [1, E] for all heads alike, or [H, 1] for all features alike; floating,
         taken as its float32 value. Features from E > 1 on get angle 0.
       offset: the position of the first token: an integer, or an integer array of shape [] or [B],
         which may be traced. A new one compiles nothing.
-      positions: [N] or [B, N], integers or real numbers (taken as float32), in place of offset + n.
+      positions: [N] or [B, N], integers or real numbers (taken as float32), in place of offset + n
+        (`position_ids`).
       act: "none", "relu", "sigmoid", "silu", or "softmax" along `axis`.
       axis: of the softmax: that of the features or that of the sequence.
       layout: "BNHD" or "BHND"; neither is transposed.

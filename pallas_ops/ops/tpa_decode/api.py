@@ -45,22 +45,26 @@ def tpa_decode(
     and neither k nor v is ever materialised. Query n of N is token length - N + n of the cache: it
     sees keys m < length - (N - 1 - n).
 
-    Computed in float32 and returned in the dtype of the factors; nothing on the way has a 16-bit
-    dtype. In tensor-core products a float32 side keeps 16 significant bits or more, and 21 where
+    Computed in float32 and returned in the dtype of aq; nothing on the way has a 16-bit dtype. In
+    tensor-core products a float32 side keeps 16 significant bits or more, and 21 where
     scores are made for the log-sum-exp. Gradients whose tiles do not fit the card (more than 256
     queries times heads, wide float32 factors) are computed by the reference's derivative.
 
     Args:
       aq: query head factors [B, N, H, R]; bfloat16, float16, float32 (float64 runs the reference).
+        If R = H, nothing tells them apart: [B, N, R, H] is taken as it stands, and wrong.
       ak: key head factors [B, M, H], or [B, M, Rk, H] with a key rank.
       av: value head factors [B, M, H], or [B, M, Rv, H].
       bq: query feature factors [B, N, R, D].
       bk: key feature factors [B, M, D], or [B, M, Rk, D].
-      bv: value feature factors [B, M, E], or [B, M, Rv, E].
-      lengths: integers [B], may be traced: keys m >= lengths[b] do not exist, whatever the cache
-        holds there (NaN included). Length 0 gives 0. Default: all M keys exist.
+      bv: value feature factors [B, M, E], or [B, M, Rv, E]. All six have one dtype, or aq and bq
+        are float32 and the others bfloat16 or float16.
+      lengths: integers [B] or [], may be traced (`key_value_seq_lengths`): keys m >= lengths[b] do
+        not exist, whatever the cache holds there (NaN included). Length 0 gives 0, as does a
+        negative one; one above M means M. Default: all M keys exist.
       scale: default D**-0.5; scale_q: default 1 / R; scale_k: default 1 / Rk; scale_v: default
-        1 / Rv. Python numbers.
+        1 / Rv. Finite numbers, or floating arrays of shape [] (which may be traced and are
+        differentiable; one of the scores makes the queries float32).
       axis_name: inside `jax.shard_map`, the mesh axis over which M is sharded, in order; partial
         results are merged by their log-sum-exp, and `lengths` count over all shards.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
@@ -68,7 +72,8 @@ def tpa_decode(
       config: launch choices of the forward kernel; None chooses by shape. "xla" takes none.
 
     Returns:
-      [B, N, H, E] in the dtype of the factors. Differentiable in all six.
+      [B, N, H, E] in the dtype of aq. Differentiable in all six factors, and in scales that are
+      arrays.
 
     Raises:
       ValueError, TypeError: while tracing, naming the argument, its value and what is accepted.
