@@ -1,6 +1,6 @@
 """Products of tiles keep the bits that they say they keep."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,19 +10,19 @@ from pallas_ops.core import launch
 from pallas_ops.core.matmul import dot
 from tests.support import random_array
 
-PIECES = {2: 2.0**-16, 3: 0.0}  # relative errors
+PIECES = [(jnp.bfloat16, 2, 2.0**-16), (jnp.bfloat16, 3, 0.0), (jnp.float16, 3, 0.0)]
 
 
-@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize(("dtype", "pieces", "error"), PIECES)
 @pytest.mark.parametrize("left", [False, True])
 def test_a_float32_side_is_the_sum_of_bfloat16_pieces(
-    rng: np.random.Generator, left: bool, pieces: Literal[2, 3]
+    rng: np.random.Generator, left: bool, dtype: Any, pieces: Literal[2, 3], error: float
 ) -> None:
     x = random_array(rng, (64, 64)) * 2.0 ** rng.integers(-40, 40, (64, 64)).astype(np.float32)
-    one = jnp.eye(64, dtype=jnp.bfloat16)
+    one = jnp.eye(64, dtype=dtype)
     with launch.interpreted(True):
         got = dot(x, one, pieces=pieces) if left else dot(one, x, pieces=pieces)
-    assert (np.abs(got - x) <= PIECES[pieces] * np.abs(x)).all()
+    assert (np.abs(got - x) <= error * np.abs(x)).all()
 
 
 def test_a_product_is_added_to_what_is_there(rng: np.random.Generator) -> None:

@@ -121,7 +121,8 @@ def test_float32_queries_beside_a_cache_of_16_bits(
     wide = in_float64(
         lambda xs, weights: jax.vjp(both("xla", lengths=lengths), *xs)[1](weights), xs, weights
     )
-    assert_as_good_as_reference(got[1], own[1], wide)
+    # As of float32 factors, below.
+    assert_as_good_as_reference(got[1], own[1], wide, floor=16 * EPS32)
 
 
 CONFIGS = [

@@ -17,12 +17,13 @@ def dot(
 
     Products of two bfloat16 or two float16 numbers are exact in float32. A float32 tile that
     meets a bfloat16 one is taken as the sum of so many bfloat16 tiles: two are within 2**-16 of
-    it, which is enough for what is rounded to 16 bits in the end; three hold all of its bits.
-    Any other pair runs as three TF32 products (within 2**-21), for float16 cannot hold the range.
+    it, which is enough for what is rounded to 16 bits in the end; three hold all of its bits. A
+    float16 tile that meets three is the sum of two. Any other pair runs as three TF32 products
+    (within 2**-21): two float16 pieces of a float32 number would overflow.
     """
     if a.dtype == b.dtype and a.dtype != jnp.float32:
         return _product(a, b, acc)
-    if jnp.bfloat16 in (a.dtype, b.dtype):
+    if jnp.bfloat16 in (a.dtype, b.dtype) or (pieces == 3 and jnp.float16 in (a.dtype, b.dtype)):
         for x, y in itertools.product(_split(a, pieces), _split(b, pieces)):
             acc = _product(x, y, acc)
         assert acc is not None
@@ -44,6 +45,8 @@ def _split(x: jax.Array, pieces: int) -> list[jax.Array]:
     """The upper half of each number's bits, that of the rest, ..., and the last rest, rounded."""
     if x.dtype == jnp.bfloat16:
         return [x]
+    if x.dtype == jnp.float16:  # of 11 bits, which two pieces hold
+        x, pieces = x.astype(jnp.float32), 2
     highs = []
     for _ in range(pieces - 1):
         bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
