@@ -5,7 +5,6 @@ compiled program for all lengths, which updates the cache in place), and checks 
 at once comes to the same.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -97,7 +96,7 @@ class Model(nnx.Module):
         return self.embed.attend(self.norm(x)), new
 
 
-@functools.partial(nnx.jit, donate_argnames="caches")
+@nnx.jit(donate_argnames="caches")
 def read(
     model: Model, tokens: jax.Array, caches: list[Cache], length: jax.Array
 ) -> tuple[jax.Array, list[Cache]]:
