@@ -175,6 +175,15 @@ def test_open_sizes_of_other_calls(rng: Rng, fn: Any, shape: tuple[int, ...], sy
     assert_close(jax.export.export(jax.jit(fn))(struct).call(x), fn(x), terms=TERMS)
 
 
+def test_an_open_number_of_frequencies(rng: Rng) -> None:
+    """Beside features of a known number, which at least bound it."""
+    x, theta = random_array(rng, (2, 5, 1, 4)), random_array(rng, (1, 3))
+    (e,) = jax.export.symbolic_shape("e", constraints=["e <= 4"])
+    struct = jax.ShapeDtypeStruct((1, e), theta.dtype)
+    exported = jax.export.export(jax.jit(pallas_ops.lrpe_cosine))(x, struct)
+    assert_close(exported.call(x, theta), pallas_ops.lrpe_cosine(x, theta), terms=TERMS)
+
+
 def test_the_number_of_a_grids_axes_is_known() -> None:
     n, k = jax.export.symbolic_shape("n, k")
     x, theta = jax.ShapeDtypeStruct((1, n, 1, 4), "float32"), jax.numpy.ones((1, 4))

@@ -1,7 +1,8 @@
 """Every op under jit over sharded arrays: what stays split, what is gathered, the same results."""
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import pallas_ops
 from tests import h200
@@ -173,6 +174,110 @@ def test_features_that_explicit_axes_split(
             out, grads = value_and_vjp(partial(op, implementation=implementation), xs, ws[0])
         assert_close((out, grads), want)
         assert_sharded((out, *grads), axes * 2, mesh, layout)
+
+
+def test_a_mesh_axis_that_a_reshape_cuts_in_two(rng: Rng) -> None:
+    """Half of it splits one axis, half another; such halves have no name, so both are gathered."""
+    mesh = Mesh(np.array(jax.devices()[:8]), "x")
+    whole, split = (NamedSharding(mesh, PartitionSpec(*s)) for s in ((), (None, None, "x")))
+    x, weights = random_array(rng, (2, 6, 8)), random_array(rng, (2, 6, 4, 2))
+
+    def fn(x: jax.Array, implementation: Any) -> jax.Array:
+        return pallas_ops.logcumsumexp(x.reshape(2, 6, 4, 2), axis=1, implementation=implementation)
+
+    want = value_and_vjp(partial(fn, implementation="xla"), (x,), weights)
+    for implementation in ("interpret", None):
+        run = jax.jit(
+            lambda x, w, i=implementation: value_and_vjp(partial(fn, implementation=i), (x,), w)
+        )
+        assert_close(run(jax.device_put(x, split), jax.device_put(weights, whole)), want)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", None])
+def test_output_features_split_further_than_in_two(rng: Rng, implementation: Any) -> None:
+    """cos and sin are two halves of lrpe_cosine's features, which 4 devices cut once more."""
+    mesh = Mesh(np.array(jax.devices()[:4]), "x")
+    split = NamedSharding(mesh, PartitionSpec(None, None, None, "x"))
+    x, theta, weights = (random_array(rng, s) for s in ((2, 6, 2, 8), (2, 8), (2, 6, 2, 16)))
+    fn = partial(pallas_ops.lrpe_cosine, theta=theta, implementation=implementation)
+    want = value_and_vjp(partial(fn, implementation="xla"), (x,), weights)
+    out = jax.jit(fn, out_shardings=split)(x)
+    grads = jax.jit(lambda x, w: jax.vjp(fn, x)[1](w))(x, jax.device_put(weights, split))
+    assert_close((out, grads), want)
+    assert_sharded((out,), ("b n h e",), mesh, {"e": "x"})
+
+
+@pytest.mark.parametrize("names", ["xy", "yx"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_names_of_two_mesh_axes_on_one_array_axis(rng: Rng, names: str, order: int) -> None:
+    """The major one first, over devices in any order; the result stays split so."""
+    devices = np.array(jax.devices()[:8][::order]).reshape(2, 4)
+    mesh, layout = Mesh(devices, ("x", "y")), {"b": tuple(names)}
+    x = random_array(rng, (8, 5, 2))
+    fn = partial(pallas_ops.logcumsumexp, axis=1, implementation="interpret")
+    out, collectives = run(fn, *place(mesh, (x,), ("b n c",), layout))
+    assert collectives == {}
+    assert_close(out, fn(x))
+    assert_sharded((out,), ("b n c",), mesh, layout)
+
+
+def test_gspmd(rng: Rng) -> None:
+    """Shardy's predecessor, which a flag of JAX still chooses."""
+    mesh, layout = cpu_mesh(), {"b": "x", "c": "y"}
+    x = random_array(rng, (4, 5, 4))
+    fn = partial(pallas_ops.logcumsumexp, axis=1, implementation="interpret")
+    with use_shardy(False):
+        out, collectives = run(fn, *place(mesh, (x,), ("b n c",), layout))
+    assert collectives == {}
+    assert_close(out, fn(x))
+    assert_sharded((out,), ("b n c",), mesh, layout)
+
+
+@contextlib.contextmanager
+def use_shardy(on: bool) -> Iterator[None]:
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", on)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret", None])
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_angles_that_explicit_axes_split(rng: Rng, prefix: int, implementation: Any) -> None:
+    """Positions split along the sequence, theta along its features; with all gradients."""
+    mesh = cpu_mesh(AxisType.Explicit)
+    x, theta, positions = (random_array(rng, s) for s in ((2, 8, 2, 8), (2, 4), (8, 2)))
+    weights = random_array(rng, (2, 8, 2, 16))
+    fn = partial(
+        pallas_ops.md_lrpe_cosine,
+        shape=None,
+        num_prefix_tokens=prefix,
+        implementation=implementation,
+    )
+
+    def run(x: jax.Array, theta: jax.Array, positions: jax.Array, weights: jax.Array) -> Any:
+        call = lambda x, theta, positions: fn(x, theta, positions=positions)  # noqa: E731
+        return value_and_vjp(call, (x, theta, positions), weights)
+
+    want = run(x, theta, positions, weights)
+    with jax.set_mesh(mesh):
+        axes, layout = ("b n h d", "h e", "n k"), {"e": "y", "n": "x"}
+        xs = place(mesh, (x, theta, positions), axes, layout)
+        (ws,) = place(mesh, (weights,), ("b n h d",), layout)
+        got = jax.jit(run)(*xs, ws)
+    assert_close(got, want)
+    assert_sharded(got[1], axes, mesh, layout)
+
+
+def test_two_meshes_are_refused(rng: Rng) -> None:
+    """One of automatic axes, beside one of explicit axes."""
+    x = random_array(rng, (4, 5, 2))
+    (x,) = place(cpu_mesh(), (x,), ("b n c",), {"b": "x"})
+    (state,) = place(cpu_mesh(AxisType.Explicit), (x[:, :1],), ("b n c",), {"c": "y"})
+    with pytest.raises(ValueError, match=r"operands are sharded over the meshes .*; accepted: one"):
+        pallas_ops.logcumsumexp(x, axis=1, initial_state=state)
 
 
 def test_gradient_of_what_is_not_saved_is_sharded_like_it(rng: Rng) -> None:

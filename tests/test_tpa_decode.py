@@ -117,7 +117,8 @@ def test_float32_queries_beside_a_cache_of_16_bits(
     weights = random_cotangents(rng, jax.eval_shape(both("xla"), *xs))
     got, own = (value_and_vjp(both(i, lengths=lengths), xs, weights) for i in (KERNEL, "xla"))
     assert [x.dtype for x in got[1]] == [x.dtype for x in xs]
-    assert_as_good_as_reference(got[0], own[0], loop(xs, lengths))
+    # Up to six products of the tensor cores, which truncate, are added for one of the reference.
+    assert_as_good_as_reference(got[0], own[0], loop(xs, lengths), floor=8 * EPS32)
     wide = in_float64(
         lambda xs, weights: jax.vjp(both("xla", lengths=lengths), *xs)[1](weights), xs, weights
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -83,22 +84,55 @@ def _partitioned(bound: Bound) -> Callable[..., Any]:
     def run(*xs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(dispatch.dispatch_p.bind(*xs, bound=bound))
 
+    def split_of(mesh: Mesh, operands: Any) -> dict[str, Axes]:
+        return _split(bound, [_named(x.sharding, mesh, x.ndim) for x in operands], ins)
+
+    def shardings(mesh: Mesh, split: dict[str, Axes], arrays: Sequence[str]) -> Any:
+        return tuple(NamedSharding(mesh, _spec(split, axes)) for axes in arrays)
+
     def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
-        split = _split(bound, [s.sharding for s in operands], ins)
-
-        def sharding(axes: str) -> NamedSharding:
-            return NamedSharding(mesh, _spec(split, axes))
-
+        split = split_of(mesh, operands)
         per_device = _per_device(bound, split, run)
-        return mesh, per_device, tuple(map(sharding, outs)), tuple(map(sharding, ins))
+        return mesh, per_device, shardings(mesh, split, outs), shardings(mesh, split, ins)
+
+    def infer(mesh: Mesh, operands: Any, _: Any) -> Any:
+        return shardings(mesh, split_of(mesh, operands), outs)
 
     wrapped = custom_partitioning(run)
     wrapped.def_partition(
         partition=partition,
+        infer_sharding_from_operands=infer,  # asked by GSPMD alone, Shardy's predecessor
+        decode_shardings=False,  # JAX cannot where a reshape has cut a mesh axis in two
         sharding_rule=f"{', '.join(ins)} -> {', '.join(outs)}",
         need_replication_factors=tuple(a for a in names if a in bound.op.whole),
     )
     return wrapped
+
+
+def _named(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
+    """The sharding in names of mesh axes; an axis that parts of a mesh axis split has no entry."""
+    if sharding is None:
+        return None
+    size = mesh.size  # a shape that any number of shards divides
+    slices = sharding.devices_indices_map((size,) * ndim)
+    at = np.array([[s.start or 0 for s in slices[d]] for d in mesh.devices.flat]).reshape(
+        *mesh.devices.shape, ndim
+    )
+    return NamedSharding(mesh, PartitionSpec(*(_entry(at[..., i], mesh) for i in range(ndim))))
+
+
+def _entry(starts: np.ndarray, mesh: Mesh) -> Axes | None:
+    """The mesh axes that split an array axis, the major one first, from where shards start."""
+    split, expected = [], np.zeros_like(starts)
+    for i, (name, size) in enumerate(mesh.shape.items()):
+        last = int(starts.take(-1, axis=i).flat[0])
+        if last:
+            step = last // (size - 1)
+            split.append((step, name))
+            expected += step * np.indices(starts.shape)[i]
+    if not np.array_equal(starts, expected):
+        return None
+    return tuple(name for _, name in sorted(split, reverse=True))
 
 
 def _explicit(bound: Bound, run: Callable[..., Any], xs: Arrays) -> tuple[jax.Array, ...]:
@@ -106,7 +140,9 @@ def _explicit(bound: Bound, run: Callable[..., Any], xs: Arrays) -> tuple[jax.Ar
     ins, outs = bound.axes()
     shardings = [jax.typeof(x).sharding for x in xs]
     split = _split(bound, shardings, ins)
-    (mesh,) = {s.mesh for s in shardings if not s.mesh.empty}
+    mesh, *others = {s.mesh for s in shardings if not s.mesh.empty}
+    if others:
+        raise ValueError(f"operands are sharded over the meshes {[mesh, *others]}; accepted: one")
     mapped: Callable[..., tuple[jax.Array, ...]] = jax.shard_map(
         _per_device(bound, split, run),
         mesh=mesh,

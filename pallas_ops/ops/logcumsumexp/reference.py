@@ -16,7 +16,8 @@ from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while
 from pallas_ops.core import vary
 from pallas_ops.core.dtypes import wide
 
-SHORTEST = 64  # positions of a segment
+SHORTEST = 16  # positions of a segment
+LANES = 2**19  # numbers that one step of a scan may take side by side
 
 
 class State(NamedTuple):
@@ -63,31 +64,48 @@ def running(
     clip: float | None,
     num_segments: int | None = None,
 ) -> tuple[State, Any]:
-    """The final state, and `emit` of the state after each position, which is its first axis.
-
-    The axis is cut into segments that are scanned side by side: one scan finds what each of them
-    comes to, a second one joins those, and a third one starts each segment from the state before.
-    """
+    """The final state, and `emit` of the state after each position, which is its first axis."""
     y = clamp(jnp.moveaxis(x.astype(wide(x.dtype)), axis, 0), clip)
-    start, n = _start(y, 0, initial), y.shape[0]
-    count = _num_segments(n) if num_segments is None else num_segments
+    start = _start(y, 0, initial)
+    return _scan(start, (y,), lambda _, after: emit(after), reverse, num_segments)
+
+
+def _scan(
+    state: State,
+    xs: tuple[jax.Array, ...],
+    emit: Callable[[State, State], Any],
+    reverse: bool,
+    num_segments: int | None = None,
+) -> tuple[State, Any]:
+    """The final state, and `emit` of the states before and after each of xs.
+
+    xs are numbers, or pivots and totals. Their axis is cut into segments that are scanned side by
+    side: first what each of them comes to, of which this function gives the state before each
+    segment; then each segment from there.
+    """
+    n = xs[0].shape[0]
+    count = _num_segments(xs[0].shape) if num_segments is None else num_segments
     if count > 1:
         length = -(-n // count)
-        padding = [(0, length * count - n, 0), *[(0, 0, 0)] * (y.ndim - 1)]
-        y = lax.pad(y, jnp.array(-jnp.inf, y.dtype), padding)
-        y = y.reshape(count, length, *y.shape[1:]).swapaxes(0, 1)
-        totals, _ = lax.scan(lambda s, x: (_add(s, x), None), _start(y, 0), y)
-        _, start = lax.scan(lambda s, t: (_join(s, t), s), start, totals, reverse=reverse)
+        padding = [(0, length * count - n, 0), *[(0, 0, 0)] * (xs[0].ndim - 1)]
+        xs = tuple(
+            lax.pad(x, jnp.array(-jnp.inf if i == 0 else 0, x.dtype), padding)
+            .reshape(count, length, *x.shape[1:])
+            .swapaxes(0, 1)
+            for i, x in enumerate(xs)
+        )
+        totals, _ = lax.scan(lambda s, x: (_sum(s, *x), None), _start(xs[0], 0), xs)
+        _, state = _scan(state, totals[:2], lambda before, _: before, reverse)
 
-    def step(state: State, x: jax.Array) -> tuple[State, Any]:
-        state = _add(state, x)
-        return state, emit(state)
+    def step(before: State, x: tuple[jax.Array, ...]) -> tuple[State, Any]:
+        after = _sum(before, *x)
+        return after, emit(before, after)
 
-    last, after = lax.scan(step, start, y, reverse=reverse)
+    last, emitted = lax.scan(step, state, xs, reverse=reverse)
     if count > 1:
         last = jax.tree.map(lambda x: x[0 if reverse else -1], last)
-        after = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:n], after)
-    return last, after
+        emitted = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:n], emitted)
+    return last, emitted
 
 
 def checkpoints(
@@ -112,20 +130,19 @@ def checkpoints(
     ]
 
 
-def _num_segments(n: int) -> int:
-    """As many segments as each has positions; one where the axis is short, or its size symbolic."""
-    return max(1, min(math.isqrt(n), n // SHORTEST)) if isinstance(n, int) else 1
+def _num_segments(shape: tuple[int, ...]) -> int:
+    """Segments of about as many positions as there are segments, or of fewer in few columns.
+
+    One where the axis is short, or its size symbolic.
+    """
+    n, columns = shape[0], math.prod(shape[1:])
+    if not isinstance(n, int):
+        return 1
+    side_by_side = LANES // max(1, columns) if isinstance(columns, int) else 1
+    return max(1, min(n // SHORTEST, max(math.isqrt(n), side_by_side)))
 
 
-def _add(state: State, x: jax.Array) -> State:
-    return _sum(state, x, 1)
-
-
-def _join(state: State, other: State) -> State:
-    return _sum(state, other.pivot, other.total)
-
-
-def _sum(state: State, x: jax.Array, total: jax.Array | int) -> State:
+def _sum(state: State, x: jax.Array, total: jax.Array | int = 1) -> State:
     """The state with total * exp(x) in it.
 
     The pivot stays until x is larger by more than 1. So what is below it takes a factor of exactly

@@ -164,7 +164,7 @@ def evaluate(
     positions: jax.Array | None,
 ) -> jax.Array:
     """The output, cos before sin along the features."""
-    theta = theta.astype(wide(x.dtype))
+    theta = partition.gathered(theta.astype(wide(x.dtype)), 1)
     if positions is not None:
         positions = reference.without_prefix(positions, params.num_prefix_tokens)
         positions = positions.astype(theta.dtype)

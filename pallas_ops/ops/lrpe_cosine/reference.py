@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ops.core import phase
+from pallas_ops.core.partition import like
 from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
 from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig
 
@@ -66,8 +67,12 @@ def grid(shape: tuple[int, ...], num_prefix_tokens: int) -> jax.Array:
 
 def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
     """Positions [..., N, K], of which the first tokens' are 0."""
+    if num_prefix_tokens == 0:
+        return positions
     token = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 2)
-    return jnp.where(token < num_prefix_tokens, jnp.zeros_like(positions), positions)
+    (prefix,) = like((token < num_prefix_tokens,), (positions,))
+    assert prefix is not None
+    return jnp.where(prefix, jnp.zeros_like(positions), positions)
 
 
 def turns(theta: jax.Array, positions: jax.Array, d: int) -> jax.Array:

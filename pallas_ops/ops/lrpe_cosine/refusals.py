@@ -94,7 +94,7 @@ def params(
     if shape is not None:
         _check_grid(shape, num_prefix_tokens, sizes["N"])
     kind = _act(act, axis, len(x.shape), layout)
-    implementation = _implementation(implementation, x, sizes, kind)
+    implementation = _implementation(implementation, x, sizes | {"E": theta.shape[1]}, kind)
     if config is not None:
         _check_config(config, kind, sizes["D"])
     batch_offset = offset is not None and offset.shape != (1,)

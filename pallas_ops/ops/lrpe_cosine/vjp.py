@@ -180,7 +180,8 @@ def _backward(p: Params, saved, dout):  # type: ignore[no-untyped-def]
     if theta_moves and dtheta is None:
         (dtheta,) = call(theta, x, dout, *where, *columns, **static)
     if positions_move:
-        (dpositions,) = jax.vjp(partial(reference, p, x, *where[:2]), where[2])[1](dout)
+        out, pull = jax.vjp(partial(reference, p, x, *where[:2]), where[2])
+        (dpositions,) = pull(*like((dout,), (out,)))
     return like((dx, dtheta, None, dpositions), (of_x, *where))
 
 
