@@ -61,16 +61,16 @@ def case(dtype: Any, *, where: str, batch: int, dim: int, n: int) -> Case:
 
 
 def recurrence(*, where: str, **_: Any) -> LogcumsumexpConfig:
-    parts = 256 if few(where) else 1
-    return LogcumsumexpConfig(variant="recurrence", block_n=16, block_c=32, num_parts=parts)
+    segments = 256 if few(where) else 1
+    return LogcumsumexpConfig(variant="recurrence", block_n=16, block_c=32, num_segments=segments)
 
 
 def parallel(*, where: str, **_: Any) -> LogcumsumexpConfig:
     if CASES[where][0] == 2:
         return LogcumsumexpConfig(block_n=2048, block_exact=256, num_warps=2)
-    parts = 256 if few(where) else 1
+    segments = 256 if few(where) else 1
     return LogcumsumexpConfig(
-        block_n=64, block_c=32, block_exact=16, num_parts=parts, num_warps=2, num_stages=4
+        block_n=64, block_c=32, block_exact=32, num_segments=segments, num_warps=2, num_stages=2
     )
 
 
@@ -105,7 +105,7 @@ def jax_own(*, where: str, **_: Any) -> Function:
 
 
 def proposals(*, where: str, **_: Any) -> list[Provider]:
-    """Tiles of rows; of columns, 16 to 64 beside each other; and, for few, parts of the axis."""
+    """Tiles of rows; of columns, 16 to 64 beside each other; and, for few, segments."""
     tried = partial(sweep.configs, LogcumsumexpConfig)
     if CASES[where][0] == 2:
         configs = tried(
@@ -113,11 +113,12 @@ def proposals(*, where: str, **_: Any) -> list[Provider]:
         )
     elif few(where):
         configs = tried(
-            block_n=(16,),
-            block_c=(16, 32, 64),
-            held_n=(0, 16, 32),
-            num_parts=(64, 128, 256),
-            num_warps=(1, 4, 8, 16),
+            block_n=(64, 128),
+            block_c=(32, 64),
+            block_exact=(32,),
+            num_segments=(128, 264, 528),
+            num_warps=(2, 4),
+            num_stages=(2, 3),
         )
     else:
         configs = tried(
@@ -131,7 +132,7 @@ def proposals(*, where: str, **_: Any) -> list[Provider]:
         variant=("recurrence",),
         block_n=(16, 32),
         block_c=(32, 64),
-        num_parts=(256, 511) if few(where) else (1,),
+        num_segments=(256, 511) if few(where) else (1,),
         num_warps=(1, 2),
     )
     return [kernel(sweep.label(c), sweep.always(c), "") for c in (None, *configs)]

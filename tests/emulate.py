@@ -43,7 +43,7 @@ def install() -> None:
             return interpret(ctx, *xs, **params)
         operands, results = ([_struct(x) for x in y] for y in (ctx.avals_in, ctx.avals_out))
         kernel = functools.partial(pallas_call.pallas_call_p.bind, **params)
-        run = _emulated(kernel, operands, results, dict(params["input_output_aliases"]))
+        run = _emulated(kernel, operands, results)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *xs)
 
     def lower_dispatch(*xs: jax.Array, bound: dispatch.Bound) -> Any:
@@ -69,16 +69,13 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _emulated(
-    kernel: Callable[..., Any], operands: Any, results: Any, aliases: dict[int, int]
-) -> Callable[..., Any]:
+def _emulated(kernel: Callable[..., Any], operands: Any, results: Any) -> Callable[..., Any]:
     program, grid = _compiled(kernel, operands)
 
     def on_host(*arrays: Any) -> Any:
         counts = collections.Counter[str]() if _traffic else None
         operands = [np.asarray(x) for x in arrays]
-        run = functools.partial(ptx.run, aliases=aliases)
-        out = _HOST.submit(run, program, grid, operands, results, counts).result()
+        out = _HOST.submit(ptx.run, program, grid, operands, results, counts).result()
         for each in _traffic:
             each[program.name] += counts or {}
         return out

@@ -12,9 +12,8 @@ import pytest
 
 import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
-from pallas_ops.core import launch
+from pallas_ops.core import checks, launch
 from pallas_ops.core.tiles import whole
-from pallas_ops.ops.chunk_cumsum_decay import vjp
 from pallas_ops.ops.chunk_cumsum_decay.config import Sizes, choose
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan
 from tests import h200
@@ -178,7 +177,7 @@ def test_offsets_beyond_two_to_the_31() -> None:
 
 def test_counts_to_two_to_the_31() -> None:
     """A chunk that would end beyond it ends with the axis."""
-    n, chunk_size = vjp.TOO_LONG, 2**30
+    n, chunk_size = checks.LONGEST, 2**30
     s = Sizes(b=1, n=n, c=1, chunks=2, chunk_size=chunk_size, itemsize=2)
     statics: dict[str, Any] = dict(packed=False, reverse=False, shift=None, late=False, scale=None)
     plan = Plan(s, ChunkCumsumDecayConfig(block_n=128, num_chunks=2), **statics)

@@ -10,7 +10,6 @@ import pytest
 import pallas_ops
 from pallas_ops import LogcumsumexpConfig
 from tests.logcumsumexp import arguments, assert_exact, both, loop, pulled
-from tests.ptx import launch
 from tests.support import (
     assert_as_good_as_reference,
     assert_close,
@@ -79,7 +78,7 @@ LONG = [
     case(axis=0, config=LogcumsumexpConfig(block_n=64, block_c=4, block_exact=16)),
     case(
         axis=0,
-        config=LogcumsumexpConfig(variant="recurrence", block_n=16, block_c=4, num_parts=16),
+        config=LogcumsumexpConfig(variant="recurrence", block_n=16, block_c=4, num_segments=16),
     ),
 ]
 
@@ -104,7 +103,7 @@ def test_a_long_odd_axis(rng: Rng, options: dict[str, Any]) -> None:
     ("axis", "config"),
     [
         (0, LogcumsumexpConfig(block_n=32, block_c=4, block_exact=32)),
-        (0, LogcumsumexpConfig(block_n=2, block_c=8, held_n=2, num_parts=2)),
+        (0, LogcumsumexpConfig(block_n=2, block_c=8, num_segments=2)),
         (1, LogcumsumexpConfig(block_n=32, block_c=4, block_exact=32)),
     ],
 )
@@ -145,21 +144,9 @@ def test_a_sequence_may_be_split_anywhere(
     assert_exact((*got, *grads), want, do, axis)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_parts_wait_for_those_that_start_before_them(
-    rng: Rng, reverse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a card others may never start: so one at a time, where it is emulated."""
-    monkeypatch.setattr(launch, "AT_ONCE", 1)
-    xs = arguments(rng, (45, 6), 0)
-    config = LogcumsumexpConfig(block_n=8, block_c=4, block_exact=8, num_parts=5)
-    got = pulled(KERNEL, axis=0, reverse=reverse, config=config)(*xs)
-    assert_exact(got, loop(*xs, axis=0, reverse=reverse), xs[2], 0)
-
-
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0)])
-def test_parts_wait_for_their_own_batch_element(rng: Rng, in_axes: Any) -> None:
-    config = LogcumsumexpConfig(block_n=8, block_c=4, block_exact=8, num_parts=5)
+def test_segments_of_each_batch_element(rng: Rng, in_axes: Any) -> None:
+    config = LogcumsumexpConfig(block_n=8, block_c=4, block_exact=8, num_segments=5)
     args = tuple(random_array(rng, (3, *shape)) for shape in ((45, 6), (1, 6)))
     args = tuple(x if axis == 0 else x[0] for x, axis in zip(args, in_axes, strict=True))
     cotangents = random_array(rng, (3, 45, 6)), random_array(rng, (3, 1, 6))
@@ -195,13 +182,13 @@ def test_an_axis_of_size_zero(shape: tuple[int, ...]) -> None:
     assert (np.asarray(final) == -np.inf).all()
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_second_derivative_of_the_kernel(rng: Rng, num_parts: int) -> None:
+@pytest.mark.parametrize("num_segments", [1, 2])
+def test_second_derivative_of_the_kernel(rng: Rng, num_segments: int) -> None:
     """Through the pair before the first position, which has to be that of the state itself."""
     x, initial, do, _ = arguments(rng, (45, 3), 0)
     initial = initial.at[0, 0].set(-jnp.inf)
     weight = random_array(rng, (45, 3))
-    config = LogcumsumexpConfig(block_n=2, block_c=8, block_exact=2, num_parts=num_parts)
+    config = LogcumsumexpConfig(block_n=2, block_c=8, block_exact=2, num_segments=num_segments)
 
     def twice(implementation: Any, config: Any = None) -> Any:
         def once(x: jax.Array, initial: jax.Array) -> jax.Array:

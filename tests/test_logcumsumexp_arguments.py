@@ -11,8 +11,8 @@ import pytest
 import pallas_ops
 from pallas_ops import LogcumsumexpConfig
 from pallas_ops.core.checks import LONGEST
-from pallas_ops.ops.logcumsumexp.config import STEPS, Sizes, choose, choose_block_n
-from pallas_ops.ops.logcumsumexp.plan import Plan
+from pallas_ops.ops.logcumsumexp.config import choose, choose_block_n
+from pallas_ops.scan.view import Sizes
 from tests import h200
 from tests.logcumsumexp import loop, pulled
 from tests.support import assert_close, case, random_array
@@ -85,7 +85,7 @@ def test_kernels_count_in_32_bits(shape: tuple[int, ...], axis: int, what: str |
     program = str(jax.make_jaxpr(partial(pallas_ops.logcumsumexp, axis=axis))(x))
     assert ("pallas_ops_dispatch" in program) == (what is None)
     if what:
-        message = rf"whose kernel does not take 2\*\*31 or more \({what}\)"
+        message = rf"whose kernel does not take more than 2\*\*31 - 2\*\*20 \({what}\)"
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(partial(pallas_ops.logcumsumexp, axis=axis, implementation="triton"), x)
 
@@ -104,9 +104,8 @@ def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None
     ("change", "message"),
     [
         (dict(block_n=24), "block_n is 24; accepted: a power of two"),
-        (dict(num_parts=0), "num_parts is 0; accepted: an int from 1 to 1048576"),
+        (dict(num_segments=0), "num_segments is 0; accepted: an int from 1 to 1048576"),
         (dict(num_warps=64), "num_warps is 64; accepted: an int from 1 to 32"),
-        (dict(held_n=-1), "held_n is -1; accepted: an int from 0 to"),
         (dict(variant="scan"), "variant is 'scan'; accepted: 'parallel', 'recurrence'"),
     ],
 )
@@ -118,31 +117,29 @@ def test_config_refuses(change: dict[str, Any], message: str) -> None:
 # Config
 
 
-@pytest.mark.parametrize(("n", "uneven"), [(LONGEST - 64, 1), (2**30 - 1, 0)])
-def test_parts_of_a_long_axis_are_counted_in_32_bits(n: int, uneven: int) -> None:
-    s = Sizes(b=1, n=n, c=64, last=False, itemsize=2)
-    plan = Plan(s, choose(s, choose_block_n(s)), reverse=False, clip=None)
-    starts = np.asarray([plan.start(jnp.int32(i)) for i in range(plan.parts + 1)])
-    assert plan.parts > 100
-    assert (starts[0], starts[-1]) == (0, plan.tiles)
-    assert np.ptp(np.diff(starts[: uneven - 1 or None])) == uneven
-    assert plan.covered < 2**31
+@pytest.mark.parametrize("n", [LONGEST, LONGEST - 63, 2**30 - 1])
+@pytest.mark.parametrize("c", [1, 64])
+def test_positions_of_a_long_axis_are_counted_in_32_bits(n: int, c: int) -> None:
+    s = Sizes.of((1, n, c), 1, itemsize=2)
+    config = choose(s, choose_block_n(s))
+    split = s.split(config.num_segments, config.block_n)
+    assert split.count == config.num_segments > 100
+    assert (split.count - 1) * split.size < n <= split.count * split.size < 2**31
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("n", [1, 100, 2048, 131_072])
 @pytest.mark.parametrize("c", [1, 2, 64, 2048, 10**6])
-def test_choice_fills_the_card_without_idle_parts(n: int, c: int, last: bool) -> None:
-    s = Sizes(b=1, n=n, c=c, last=last, itemsize=2)
+def test_choice_fills_the_card(n: int, c: int, backward: bool) -> None:
+    """With a program for each multiprocessor, as far as segments of two tiles can make so many."""
+    s = Sizes.of((1, n, c), 1, itemsize=2)
     block_n = choose_block_n(s)
-    config = choose(s, block_n)
-    plan = Plan(s, config, reverse=False, clip=None)
-    stretches = 1 if last or block_n > STEPS else plan.stretches  # tiles that lanes share
+    config = choose(s, block_n, backward=backward)
     tiles, blocks = -(-n // block_n), -(-c // config.block_c)
-    assert config.num_parts == plan.parts <= tiles
-    # A lane's stretches are whole tiles, so a few multiprocessors may have none.
-    assert config.num_parts * blocks >= 0.7 * min(132, -(-tiles // stretches) * blocks)
-    assert config.block_n * config.block_c <= 8192
+    count = s.split(config.num_segments, block_n).count
+    assert count * blocks >= min(132 - 4, tiles // 2 * blocks)
+    assert config.num_segments == 1 or tiles >= 2 * config.num_segments
+    assert config.block_n * config.block_c <= 4096
 
 
 H200 = [

@@ -29,16 +29,16 @@ CONFIGS = [
     case(axis=1, block_n=64, block_c=2, block_exact=16),
     case(axis=1, reverse=True, block_n=32, block_c=4, block_exact=16),  # as it lies in memory
     case(axis=1, block_n=64, block_c=8, block_exact=32, num_warps=2),
-    case(axis=1, reverse=True, block_n=4, block_c=64, block_exact=2, num_parts=3),
-    case(axis=1, block_n=16, block_exact=16, num_parts=3),
+    case(axis=1, reverse=True, block_n=4, block_c=64, block_exact=2, num_segments=3),
+    case(axis=1, block_n=16, block_exact=16, num_segments=3),
     case(axis=0, block_n=32, block_c=4, block_exact=8),
-    case(axis=0, block_n=8, block_c=2, block_exact=8, num_parts=4, num_warps=2),
-    case(axis=0, block_n=4, block_c=64, num_parts=9, held_n=4),  # in bands; lanes of two tiles,
-    case(axis=0, block_n=2, block_c=8, num_parts=2, held_n=4),  # one of them held, or both,
-    case(axis=0, block_n=2, block_c=8, num_parts=2),  # or none
-    case(axis=0, block_n=32, block_c=4, block_exact=8, num_parts=2),
+    case(axis=0, block_n=8, block_c=2, block_exact=8, num_segments=4, num_warps=2),
+    case(axis=0, block_n=4, block_c=64, num_segments=9),  # in bands; lanes of two tiles,
+    case(axis=0, block_n=2, block_c=8, num_segments=2),  # one of them held, or both,
+    case(axis=0, block_n=2, block_c=8, num_segments=2),  # or none
+    case(axis=0, block_n=32, block_c=4, block_exact=8, num_segments=2),
     case(axis=0, variant="recurrence", block_n=4, block_c=4),
-    case(axis=1, reverse=True, variant="recurrence", block_n=2, block_c=2, num_parts=3),
+    case(axis=1, reverse=True, variant="recurrence", block_n=2, block_c=2, num_segments=3),
 ]
 
 RANGES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
@@ -87,10 +87,10 @@ LONG = [
     case(axis=0),  # the reference
     case(axis=0, block_n=8, block_c=8),
     case(axis=1, reverse=True, block_n=16, block_c=8, block_exact=8, wide=True),
-    case(axis=0, block_n=32, block_c=8, block_exact=16, num_parts=2),
-    case(axis=0, block_n=16, block_c=8, num_parts=2, wide=True),
-    case(axis=0, block_n=4, block_c=8, num_parts=2, held_n=4),
-    case(axis=0, block_n=16, block_c=8, num_parts=16, held_n=32),  # four tiles a lane, two held
+    case(axis=0, block_n=32, block_c=8, block_exact=16, num_segments=2),
+    case(axis=0, block_n=16, block_c=8, num_segments=2, wide=True),
+    case(axis=0, block_n=4, block_c=8, num_segments=2),
+    case(axis=0, block_n=16, block_c=8, num_segments=16),  # four tiles a lane, two held
     case(axis=0, variant="recurrence", block_n=4, block_c=8),
 ]
 
@@ -171,7 +171,7 @@ def test_exact_whatever_the_numbers(
         ("xla", None),
         (KERNEL, None),
         (KERNEL, LogcumsumexpConfig(block_n=2, block_exact=1)),
-        (KERNEL, LogcumsumexpConfig(block_n=1, num_parts=4)),
+        (KERNEL, LogcumsumexpConfig(block_n=1, num_segments=4)),
         (KERNEL, LogcumsumexpConfig(variant="recurrence", block_n=2)),
     ],
 )
@@ -207,7 +207,7 @@ def test_gradient_at_infinity_is_that_of_logsumexp(
     [
         ("xla", None),
         (KERNEL, None),
-        (KERNEL, LogcumsumexpConfig(block_n=2, block_c=8, held_n=2, num_parts=2)),
+        (KERNEL, LogcumsumexpConfig(block_n=2, block_c=8, num_segments=2)),
     ],
 )
 def test_clip_clamps_x_and_state_without_gradient_outside(

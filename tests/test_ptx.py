@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests import ptx
-from tests.ptx import launch
 from tests.ptx.shared import Shared
 
 INT32 = np.dtype(np.int32)
@@ -36,11 +35,11 @@ def program(body: str, num_threads: int = 64) -> ptx.Program:
 
 
 def run(
-    body: str, x: Any, grid: tuple[int, ...] = (1, 1, 1), size: int = 64, **options: Any
+    body: str, x: Any, grid: tuple[int, ...] = (1, 1, 1), size: int = 64
 ) -> Any:
     """y, as int32, of an x of int32."""
     y, traffic = jax.ShapeDtypeStruct((size,), INT32), collections.Counter[str]()
-    (out,) = ptx.run(program(body), grid, [np.asarray(x, INT32)], [y], traffic, **options)
+    (out,) = ptx.run(program(body), grid, [np.asarray(x, INT32)], [y], traffic)
     return out, traffic
 
 
@@ -85,39 +84,6 @@ $L__BB0_2:
     np.testing.assert_array_equal(out, np.repeat([5, 7, 5], 64))
 
 
-WAIT = """
-    mov.u32 %r2, %ctaid.x;
-    mov.b32 %r3, 0;
-    setp.eq.b32 %p1, %r2, 0;
-    @%p1 bra $L__BB0_2;
-$L__BB0_1:
-    ld.volatile.global.b32 %r3, [%rd5];
-    setp.eq.b32 %p2, %r3, 0;
-    @%p2 bra $L__BB0_1;
-    add.s64 %rd5, %rd5, 256;
-$L__BB0_2:
-    add.s32 %r3, %r3, 7;
-    st.global.b32 [%rd5], %r3;"""
-
-
-def test_programs_wait_for_those_that_start_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "AT_ONCE", 1)
-    out, _ = run(WAIT, np.zeros(128), grid=(2, 1, 1), size=128, aliases={0: 0})
-    np.testing.assert_array_equal(out, np.repeat([7, 14], 64))
-    last_tells = WAIT.replace("%r2, 0;", "%r2, 1;")
-    with pytest.raises(ptx.MachineError, match="a message that nobody tells"):
-        run(last_tells, np.zeros(128), grid=(2, 1, 1), size=128, aliases={0: 0})
-
-
-def test_programs_wait_for_what_others_tell() -> None:
-    out, _ = run(WAIT, np.zeros(128), grid=(2, 1, 1), size=128, aliases={0: 0})
-    np.testing.assert_array_equal(out, np.repeat([7, 14], 64))
-    with pytest.raises(ptx.MachineError, match="global load from a result"):
-        run(WAIT, np.zeros(128), grid=(2, 1, 1), size=128)
-    with pytest.raises(ptx.MachineError, match="threads of one program may not see the same"):
-        run("ld.volatile.global.b32 %r3, [%rd2];", np.zeros(64), aliases={0: 0})
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -125,13 +91,13 @@ def test_programs_wait_for_what_others_tell() -> None:
         ("ld.global.b32 %r2, [%rd4+1048576];", "global load outside of an array"),
         ("ld.global.v2.b32 {%r2, %r3}, [%rd4];", "misaligned global load"),
         ("st.global.b32 [%rd4], %r1;", "global store into an operand"),
+        ("ld.global.b32 %r2, [%rd5];", "global load from a result"),
         ("st.global.b32 [%rd2], %r1;", "different numbers are stored at one place"),
         ("st.shared.b32 [global_smem], %r1;", "two threads store different numbers"),
         (
             "st.global.b32 [%rd5], %r1; add.s32 %r2, %r1, 1; st.global.b32 [%rd5], %r2;",
             "different numbers are stored at one place",
         ),
-        ("ld.global.b32 %r2, [%rd5];", "global load from a result"),
         ("ld.shared.b32 %r2, [global_smem];", "shared memory is read before it is written"),
         ("add.s32 %r2, %r3, 1;", "%r3 is read before it is written"),
         ("shfl.sync.idx.b32 %r2, %r1, 0, 7199, -1;", "no such shuffle here"),

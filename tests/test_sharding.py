@@ -1,8 +1,7 @@
 """Every op under jit over sharded arrays: what stays split, what is gathered, the same results."""
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -226,21 +225,14 @@ def test_gspmd(rng: Rng) -> None:
     mesh, layout = cpu_mesh(), {"b": "x", "c": "y"}
     x = random_array(rng, (4, 5, 4))
     fn = partial(pallas_ops.logcumsumexp, axis=1, implementation="interpret")
-    with use_shardy(False):
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
         out, collectives = run(fn, *place(mesh, (x,), ("b n c",), layout))
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
     assert collectives == {}
     assert_close(out, fn(x))
     assert_sharded((out,), ("b n c",), mesh, layout)
-
-
-@contextlib.contextmanager
-def use_shardy(on: bool) -> Iterator[None]:
-    before = jax.config.jax_use_shardy_partitioner
-    jax.config.update("jax_use_shardy_partitioner", on)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_use_shardy_partitioner", before)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret", None])

@@ -16,7 +16,7 @@ from pallas_ops.core.dispatch import Implementation
 IMPLEMENTATIONS = (None, "triton", "xla", "interpret")
 KERNEL_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 FLOAT_DTYPES = (*KERNEL_DTYPES, jnp.dtype("float64"))
-LONGEST = 2**31 - 1  # an axis that kernels can count along
+LONGEST = 2**31 - 2**20  # an axis along which an int32 counts, and a tile beyond
 MAX_WARPS = 32  # of a program
 LARGEST = 2**20  # elements of a tile
 SHOWN = 80  # characters of a value in a message
@@ -229,7 +229,7 @@ def kernel_or_reference(
         return reference_instead(implementation, f"an axis of size 0 ({', '.join(empty)})")
     long = [name for name, size in sizes.items() if size > LONGEST]
     if long:
-        return reference_instead(implementation, f"2**31 or more ({', '.join(long)})")
+        return reference_instead(implementation, f"more than 2**31 - 2**20 ({', '.join(long)})")
     if jnp.dtype(dtype) not in KERNEL_DTYPES:
         return reference_instead(implementation, jnp.dtype(dtype).name)
     return implementation

@@ -24,7 +24,8 @@ def dot(
     if a.dtype == b.dtype and a.dtype != jnp.float32:
         return _product(a, b, acc)
     if jnp.bfloat16 in (a.dtype, b.dtype) or (pieces == 3 and jnp.float16 in (a.dtype, b.dtype)):
-        for x, y in itertools.product(_split(a, pieces), _split(b, pieces)):
+        products = itertools.product(_split(a, pieces), _split(b, pieces))
+        for x, y in reversed(list(products)):  # small ones first: the tensor cores truncate sums
             acc = _product(x, y, acc)
         assert acc is not None
         return acc

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,6 @@ def run(
     inputs: Sequence[Array],
     results: Sequence[Any],
     traffic: collections.Counter[str] | None = None,
-    *,
-    aliases: Mapping[int, int] | None = None,
 ) -> list[Array]:
     """The results of a launch.
 
@@ -36,8 +34,6 @@ def run(
       inputs: arrays, as many as the kernel has.
       results: their shapes and dtypes.
       traffic: where to count what goes to and from global memory: "loads bytes", ..
-      aliases: the results (by the inputs) that take an input's place, in which programs tell each
-        other words of 4 bytes.
 
     Raises:
       MachineError: where the program does what it must not.
@@ -46,16 +42,11 @@ def run(
     blank = [np.full(math.prod(x.shape) * x.dtype.itemsize, 0xFF, np.uint8) for x in results]
     arrays = [np.ascontiguousarray(x) for x in inputs]
     arrays += [b.view(x.dtype).reshape(x.shape) for b, x in zip(blank, results, strict=True)]
-    places = {i: len(inputs) + j for i, j in (aliases or {}).items()}
-    for i, j in places.items():
-        arrays[j] = arrays[i].copy()
-    memory = Global(arrays, len(inputs), traffic, places.values())
+    memory = Global(arrays, len(inputs), traffic)
     scratch = len(program.parameters) - len(arrays)
     if scratch < 0:
         raise MachineError(f"{program.parameters} for {len(arrays)} arrays")
     pointers = memory.pointers + [0] * scratch
-    for i, j in places.items():
-        pointers[i] = pointers[j]
     total = math.prod(grid)
     with np.errstate(all="ignore"):
         for first in range(0, total, AT_ONCE):

@@ -1,7 +1,7 @@
 """Global memory that tells on those who misuse it."""
 
 import collections
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ Array = npt.NDArray[Any]
 SECTOR = 32  # bytes: what memory moves at least
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _APART = 1 << 40
-_PATIENCE = 10_000  # looks for messages while nothing is stored
 
 
 class MachineError(Exception):
@@ -27,11 +26,8 @@ class Global:
         arrays: Sequence[Array],
         num_inputs: int,
         traffic: collections.Counter[str] | None,
-        messages: Collection[int] = (),
     ) -> None:
         self.arrays, self.num_inputs, self.traffic = arrays, num_inputs, traffic
-        self.messages = messages  # arrays in which programs may read what others store
-        self.looks = 0
         self.bytes = [_padded(x) for x in arrays]
         self.stored = [np.zeros_like(x) for x in self.bytes]
 
@@ -43,27 +39,19 @@ class Global:
         x = self.arrays[i]
         return self.bytes[i][: x.nbytes].view(x.dtype).reshape(x.shape)
 
-    def load(
-        self, address: Array, mask: Array, dtype: Any, count: int, *, volatile: bool = False
-    ) -> Array:
+    def load(self, address: Array, mask: Array, dtype: Any, count: int) -> Array:
         """[.., count] numbers that lie side by side; anything where the mask is false."""
         if not mask.any():
             return np.zeros((*mask.shape, count), dtype)
         i, row = self._row(address, mask, np.dtype(dtype).itemsize * count, "load")
-        if i >= self.num_inputs and not (volatile and i in self.messages):
+        if i >= self.num_inputs:
             raise MachineError("global load from a result")
-        if volatile and _meet(address, mask):
-            raise MachineError("threads of one program may not see the same message")
-        self.looks += volatile
-        if self.looks > _PATIENCE:
-            raise MachineError("a message that nobody tells")
         numbers: Array = self.bytes[i].view(dtype).reshape(-1, count).take(row, axis=0)
         return numbers
 
     def store(self, address: Array, mask: Array, values: Array) -> None:
         if not mask.any():
             return
-        self.looks = 0
         i, row = self._row(address, mask, values.itemsize * values.shape[-1], "store")
         if i < self.num_inputs:
             raise MachineError("global store into an operand")
@@ -100,12 +88,6 @@ class Global:
         traffic[f"{what} bytes"] += int(active.sum()) * width
         traffic[f"{what} requests"] += int(active.any(axis=1).sum())
         traffic[f"{what} sectors"] += int(new.sum())
-
-
-def _meet(address: Array, mask: Array) -> bool:
-    """Whether two threads of a program are at one place."""
-    nowhere = -1 - np.arange(mask.shape[1])
-    return bool((np.diff(np.sort(np.where(mask, address, nowhere))) == 0).any())
 
 
 def _padded(x: Array) -> Array:

@@ -21,7 +21,8 @@ class Shared:
 
     What a warp writes, another may touch after the next barrier; what a warp reads, another may
     write after it. Times are counts of barriers passed. For each two bytes `written` and `read`
-    have the last time and warp as one number, 0 where there was none.
+    have the last time and warp as one number, 0 where there was none. So single bytes (what masks
+    are moved as) are not watched.
     """
 
     def __init__(self, num_programs: int) -> None:
@@ -34,14 +35,16 @@ class Shared:
         """Of [programs, threads], as `Global.load`."""
         width = np.dtype(dtype).itemsize * count
         row = self._rows(programs, address, mask, width, "load")
-        self._reads(row[mask], _start(time), _who(mask, time), width)
+        if width > 1:
+            self._reads(row[mask], _start(time), _who(mask, time), width)
         numbers: Array = self.bytes.view(dtype).reshape(-1, count).take(row, axis=0)
         return numbers
 
     def store(self, programs: Array, time: int, address: Array, mask: Array, values: Array) -> None:
         width = values.itemsize * values.shape[-1]
         row = self._rows(programs, address, mask, width, "store")[mask]
-        self._writes(row, _start(time), _who(mask, time), width)
+        if width > 1:
+            self._writes(row, _start(time), _who(mask, time), width)
         places, values = self.bytes.view(values.dtype).reshape(-1, values.shape[-1]), values[mask]
         places[row] = values
         if (places[row] != values).any():

@@ -13,8 +13,8 @@ def load_parameter(m: Machine, i: Instruction) -> None:
     m.write(i.operands[0], np.array([[m.pointers[index]]], np.uint64))
 
 
-@instruction(r"ld\.(volatile\.)?global\.(v[24]\.)?b(8|16|32|64)", guarded=True)
-@instruction(r"ld\.shared\.(v[24]\.)?b(16|32|64)", guarded=True)
+@instruction(r"ld\.global\.(v[24]\.)?b(8|16|32|64)", guarded=True)
+@instruction(r"ld\.shared\.(v[24]\.)?b(8|16|32|64)", guarded=True)
 def load(m: Machine, i: Instruction) -> None:
     names = vector(i.operands[0])
     where = m.address(i.operands[1]), m.mask
@@ -22,7 +22,7 @@ def load(m: Machine, i: Instruction) -> None:
     if i.words[1] == "shared":
         values = m.shared.load(*m.here, *where, *what)
     else:
-        values = m.memory.load(*where, *what, volatile="volatile" in i.words)
+        values = m.memory.load(*where, *what)
     if values.itemsize == 1:  # no register is as small
         values = values.astype(np.uint16)
     for k, name in enumerate(names):
@@ -30,7 +30,7 @@ def load(m: Machine, i: Instruction) -> None:
 
 
 @instruction(r"st\.global\.(v[24]\.)?b(8|16|32|64)", guarded=True)
-@instruction(r"st\.shared(::cta)?\.(v[24]\.)?b(16|32|64)", guarded=True)
+@instruction(r"st\.shared(::cta)?\.(v[24]\.)?b(8|16|32|64)", guarded=True)
 def store(m: Machine, i: Instruction) -> None:
     numbers = [m.full(m.read(x, i.type)) for x in vector(i.operands[1])]
     what = m.address(i.operands[0]), m.mask, np.stack(numbers, -1)

@@ -190,7 +190,7 @@ def _implementation(
     if implementation == "xla":
         return implementation
     parts = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    if max(parts) > vjp.TOO_LONG:
+    if max(parts) > checks.LONGEST:
         of = f"{max(parts)} numbers along, before or behind the axis"
         return checks.reference_instead(implementation, of)
     return implementation

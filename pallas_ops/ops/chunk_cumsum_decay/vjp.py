@@ -12,13 +12,12 @@ from typing import Any
 
 import jax
 
+from pallas_ops.core import checks
 from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import TypeOf, call, like
 from pallas_ops.ops.chunk_cumsum_decay import kernel
 from pallas_ops.ops.chunk_cumsum_decay import reference as meaning
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
-
-TOO_LONG = 2**31 - 2**16  # what an int32 counts, and some to spare for a tile beyond
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ def _kernel(
     x: jax.Array, cu_seqlens: jax.Array | None, *, name: str, axis: int, **static: Any
 ) -> tuple[jax.Array]:
     """The reference where `jax.vmap` has made more rows than the kernel counts."""
-    if math.prod(x.shape[:axis]) > TOO_LONG:
+    if math.prod(x.shape[:axis]) > checks.LONGEST:
         return _reference(x, cu_seqlens, axis=axis, **static)
     return kernel.run(x, cu_seqlens, name=name, axis=axis, **static)
 

@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 from pallas_ops.core import checks, forward_mode, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.ops.logcumsumexp import reference, vjp
-from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Sizes, choose_block_n
+from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, choose_block_n
+from pallas_ops.scan.view import Sizes
 
 
 def logcumsumexp(

@@ -1,34 +1,40 @@
-"""How logcumsumexp runs forward: the launchers first, then the kernel bodies.
+"""Forward kernels of logcumsumexp.
 
-A tile is summed below one pivot, which no number so far exceeds by more than 1, where that loses
-nothing: no prefix lies more than a factor of 2**16 below it. Otherwise it is read again, in smaller
-tiles, and pivot and sum follow every step.
+Each program scans one segment of the axis for a block of columns, tile by tile, and carries a
+state. Inside a tile all exponentials share one pivot, exp(x - pivot), and running sums of them are
+the output's exponentials. This is exact while every prefix stays above 2**-16 of exp(pivot);
+`exact.range_too_large` tests that, and other tiles have a state at every position (`exact.py`).
 """
 
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
+from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
-from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence, kernel_stretches
+from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
-from pallas_ops.ops.logcumsumexp.sums import (
-    carried,
+from pallas_ops.ops.logcumsumexp.state import (
+    State,
+    below,
+    compensated,
+    empty,
     exponentials,
-    initial_pair,
+    largest,
+    largest_in_lane,
     log_of,
-    pivot_of,
-    plus,
-    repeat,
-    running_sums,
-    sunk,
-    too_wide,
+    pair_of,
+    raised,
+    state_of,
 )
-from pallas_ops.ops.logcumsumexp.tiles import Carry, Columns, Rows, Steps
+from pallas_ops.scan.running import GROUPS, STEPS, running_sums
+from pallas_ops.scan.segments import Pair, join, sums_before
+from pallas_ops.scan.tile import Ranges, Tile, per_range
 
 
 def forward(
@@ -42,96 +48,127 @@ def forward(
     config: LogcumsumexpConfig | None,
     save: bool,
 ) -> tuple[jax.Array, ...]:
-    """Output and final state; to save: the pairs before each tile and after the last."""
+    """Output and final state; to save: pivots and totals before each tile and after the last."""
     plan = plan_of(x, axis, block_n, config, reverse=reverse, clip=clip)
-    parts, marks = plan.parts, plan.tiles + 1
-    column = None if initial is None else plan.view(initial)
-    view = plan.view(x)
-    out, *small = launch(
+    s, saved = plan.view.s, plan.num_tiles + 1
+    view = x.reshape(s.b, s.n, s.c)
+    column = None if initial is None else initial.reshape(s.b, 1, s.c)
+    before: tuple[jax.Array | None, ...] = None, None
+    if s.count > 1:
+        before = sums_before(plan.view, _totals(plan, view))
+    sizes = (1, *[saved] * (2 * save))
+    out, *others = launch(
         partial(_forward_kernel, plan=plan, save=save),
         view,
         column,
+        *before,
         name="logcumsumexp",
-        grid=(plan.column_blocks, parts, plan.s.b),
-        in_specs=[
-            plan.spec(plan.s.n),
-            None if column is None else plan.spec(1),
-        ],
-        out_specs=[plan.spec(plan.s.n), plan.spec(1), *[plan.spec(marks)] * (2 * save)],
-        out_shape=[
-            jax.ShapeDtypeStruct(view.shape, x.dtype),
-            *(plan.shape(size) for size in (1, *[marks] * (2 * save))),
-        ],
+        grid=plan.view.grid,
+        in_specs=[plan.view.spec(size) for size in (s.n, 1, s.count, s.count)],
+        out_specs=[plan.view.spec(size) for size in (s.n, *sizes)],
+        out_shape=[jax.ShapeDtypeStruct(view.shape, x.dtype), *map(plan.shape, sizes)],
         num_warps=plan.c.num_warps,
-        **kernel_parts.messages(plan, 2),
     )
     outer, inner = x.shape[:axis], x.shape[axis + 1 :]
-    final, *saved = small
-    saved = [mark.reshape(*outer, marks, *inner) for mark in saved]
-    return out.reshape(x.shape), final.reshape(*outer, *inner), *saved
+    final, *states = others
+    states = [y.reshape(*outer, saved, *inner) for y in states]
+    return out.reshape(x.shape), final.reshape(*outer, *inner), *states
+
+
+def _totals(plan: Plan, x: jax.Array) -> Pair:
+    """The log-sum-exp of each segment, as pairs [b, count, c]."""
+    count = plan.view.s.count
+    p, s = launch(
+        partial(_totals_kernel, plan=plan),
+        x,
+        name="logcumsumexp_totals",
+        grid=plan.view.grid,
+        in_specs=[plan.view.spec(plan.view.s.n)],
+        out_specs=[plan.view.spec(count)] * 2,
+        out_shape=[plan.shape(count)] * 2,
+        num_warps=plan.c.num_warps,
+    )
+    return p, s
+
+
+def _totals_kernel(
+    x_ref: Ref,  # [b, n, c]
+    p_ref: Ref,  # [b, count, c], as s_ref
+    s_ref: Ref,
+    *,
+    plan: Plan,
+) -> None:
+    """Lanes sum what they have loaded, and are joined at the end."""
+    ranges, view = Ranges(plan.view), plan.view
+    vector = plan.c.block_n * plan.c.block_c // (32 * plan.c.num_warps) // 8
+    steps = max(1, vector) if view.s.c > 1 else view.num_steps
+
+    def step(t: Any, state: State) -> State:
+        tile = Tile(ranges, t * plan.c.block_n, plan.c.block_n, steps, dealt=False)
+        x = plan.load_x(tile, x_ref)
+        pivot = raised(largest_in_lane(x), state.pivot)
+        total = exp2((x - pivot[None]) * LOG2E).sum(axis=STEPS)
+        return State(pivot, *compensated(*state.at(pivot), total))
+
+    groups = plan.c.block_n // steps
+    state = plan.loop(step, empty((view.num_ranges, groups, view.block_c)))
+    top = state.pivot.max(axis=GROUPS - 1)
+    ranges.store(p_ref, ranges.number, top)
+    total = below(state.total, state.pivot, top[:, None]).sum(axis=GROUPS - 1)
+    ranges.store(s_ref, ranges.number, total)
 
 
 def _forward_kernel(
-    x_ref: Ref,  # [N, C] or [C, N]; the others likewise
-    initial_ref: Ref | None,  # [1, C]
+    x_ref: Ref,  # [b, n, c], as out_ref
+    initial_ref: Ref | None,  # [b, 1, c]
+    p_ref: Ref | None,  # sums before segments [b, count, c], as s_ref
+    s_ref: Ref | None,
     out_ref: Ref,
-    final_ref: Ref,  # [1, C]
-    *other_refs: Ref,  # [tiles + 1, C], if pairs are saved, and messages, if there are parts
+    final_ref: Ref,  # [b, 1, c]
+    *saved_refs: Ref,  # [b, tiles + 1, c], if states are saved
     plan: Plan,
     save: bool,
 ) -> None:
-    columns, i = Columns(plan, pl.program_id(0)), pl.program_id(1)
-    step = kernel_recurrence.forward if plan.c.variant == "recurrence" else _tile
-    mark_refs, words = other_refs[: 2 * save], other_refs[2 * save :]
+    ranges, view = Ranges(plan.view), plan.view
+    pair = empty(ranges.shape)[:2]
+    if initial_ref is not None:
+        pair = pair_of(ranges.load(initial_ref, 0))
+    if p_ref is not None:
+        p, total = (ranges.load(ref, ranges.number) for ref in (p_ref, s_ref))
+        pair = join(pair, (p, total))
 
-    def tile(t: jax.Array, carry: Carry) -> Carry:
+    def step(t: Any, state: State) -> State:
         if save:
-            columns.put_pair(mark_refs, t, carry[:2])
-        return step(columns, t * plan.c.block_n, carry, x_ref, out_ref, plan.c.block_n)
+            number = ranges.number * view.tiles + t
+            there = number < plan.num_tiles if view.s.n % view.s.size else None
+            for ref, y in zip(saved_refs, state[:2], strict=True):
+                ranges.store(ref, number, y, there)
+        return _tile(plan, ranges, t * plan.c.block_n, state, x_ref, out_ref)
 
-    pair = initial_pair(columns, initial_ref)
-    if plan.stepped:
-        refs = x_ref, out_ref
-        pair = kernel_stretches.forward(columns, i, words, pair, refs, mark_refs)
-    else:
-        if words:
-            own = kernel_parts.total(columns, i, x_ref)
-            kernel_parts.put(columns, words, i, own)
-            pair = kernel_parts.before(columns, i, words, own, pair)
-        pair = plan.through(i, tile, carried(pair))[:2]
-
-    @pl.when(i == plan.parts - 1)
-    def _() -> None:
-        columns.put_row(final_ref, 0, log_of(pair))
-        if save:
-            columns.put_pair(mark_refs, plan.tiles, pair)
+    state = plan.loop(step, state_of(pair))
+    is_last = None if view.s.count == 1 else ranges.number == view.s.count - 1
+    ranges.store(final_ref, jnp.zeros_like(ranges.number), log_of(*state[:2]), is_last)
+    for ref, y in zip(saved_refs, state[:2], strict=False):
+        ranges.store(ref, jnp.full_like(ranges.number, plan.num_tiles), y, is_last)
 
 
-def _tile(
-    columns: Columns, first: jax.Array, before: Carry, x_ref: Ref, out_ref: Ref, size: int
-) -> Carry:
-    """The positions from `first` on, and the sum after them."""
-    plan = columns.plan
-    groups = plan.groups(size, columns=2)
-    tile = Steps(columns, first, size, groups)
-    out = tile if plan.s.last else Rows(columns, first, size, groups)
-    xs = tile.load_x(x_ref)
-    pivot = pivot_of(xs, before)
+def _tile(plan: Plan, ranges: Ranges, first: Any, state: State, x_ref: Ref, out_ref: Ref) -> State:
+    """The positions of a tile, and the state after them."""
+    if plan.c.variant == "recurrence":
+        return exact.forward(plan, ranges, first, state, x_ref, out_ref)
+    tile = plan.tile(ranges, first)
+    x = plan.load_x(tile, x_ref)
+    pivot = raised(largest(x), state.pivot)
 
-    def plain() -> Carry:
-        start, lost = sunk(before, pivot)
-        sums, total = running_sums(exponentials(xs, pivot[None]), start, mirrored=plan.mirrored)
-        out.store(out_ref, [log_of((pivot[None], s)) for s in sums])
-        return pivot, *plus(start, lost, total)
+    def plain() -> State:
+        total, error = state.at(pivot)
+        sums, added = running_sums(exponentials(x, pivot), total, reverse=plan.view.mirrored)
+        tile.store(out_ref, log_of(per_range(pivot), sums))
+        return State(pivot, *compensated(total, error, added))
 
-    def exact() -> Carry:
-        part, apart = plan.block_exact, columns.apart()
-
-        def step(k: jax.Array, carry: Carry) -> Carry:
-            return kernel_recurrence.forward(apart, first + k * part, carry, x_ref, out_ref, part)
-
-        after: Carry = repeat(size // part, step, before)
-        return after
-
-    carry: Carry = lax.cond(too_wide(tile, columns, first, x_ref, before, pivot), exact, plain)
-    return carry
+    result: State = lax.cond(
+        exact.range_too_large(x, state, pivot),
+        lambda: exact.forward(plan, ranges, first, state, x_ref, out_ref),
+        plain,
+    )
+    return result

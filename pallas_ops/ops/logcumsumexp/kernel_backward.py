@@ -1,44 +1,45 @@
-"""How the gradient of logcumsumexp runs: x is read again, and o never needed.
+"""Backward kernels of logcumsumexp: x is read again, and the output is not needed.
 
-With pairs (p, s) of all up to i, and U the gradient of s after a tile: below one pivot,
-dx_j = exp(x_j - p) (sum_{i>=j} do_i / s_i + U), and U before the tile is that sum over all of it:
-nothing but a sum, so that it drifts nowhere. Where another pivot is in use, U takes a factor. Where
-a tile's range is too wide for one pivot, both follow every step.
+With s_i the sum of exp(x - pivot) up to i, and U the gradient of the sum after a tile,
+dx_j = exp(x_j - pivot) * (sum_{i >= j} do_i / s_i + U), and U before the tile is that sum over all
+of the tile. Where another pivot is in use, U takes a factor.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
+from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
-from pallas_ops.ops.logcumsumexp import kernel_parts, kernel_recurrence, kernel_stretches_backward
+from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
-from pallas_ops.ops.logcumsumexp.kernel_recurrence import Refs
 from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
-from pallas_ops.ops.logcumsumexp.sums import (
+from pallas_ops.ops.logcumsumexp.state import (
+    State,
     below,
-    carried,
+    compensated,
     exponentials,
     inverse,
-    plus,
-    repeat,
-    risen,
-    running_sums,
-    too_wide,
+    state_of,
+    sum_of,
 )
-from pallas_ops.ops.logcumsumexp.tiles import HUGE, Carry, Columns, Pair, Steps
+from pallas_ops.scan.running import running_sums
+from pallas_ops.scan.segments import Pair, sums_before
+from pallas_ops.scan.tile import Ranges
+
+Refs = tuple[Ref, Ref, Ref | None]  # x, do, dx; nothing is stored without dx
 
 
 def backward(
     x: jax.Array,
     do: jax.Array,
     dfinal: jax.Array,
-    mark_p: jax.Array,
-    mark_s: jax.Array,
+    saved_p: jax.Array,
+    saved_s: jax.Array,
     *,
     axis: int,
     reverse: bool,
@@ -46,107 +47,138 @@ def backward(
     block_n: int,
     config: LogcumsumexpConfig | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dx, and the gradient of the initial state, from the pairs that `forward` saved."""
+    """dx, and the gradient of the initial state, from the states that `forward` saved."""
     plan = plan_of(x, axis, block_n, config, backward=True, reverse=reverse, clip=clip)
-    parts = plan.parts
-    arrays = [plan.view(y) for y in (x, do, mark_p, mark_s, dfinal)]
+    s, saved = plan.view.s, plan.num_tiles + 1
+    sizes = s.n, s.n, saved, saved
+    operands = (x, do, saved_p, saved_s)
+    arrays = [y.reshape(s.b, size, s.c) for y, size in zip(operands, sizes, strict=True)]
+    behind: tuple[jax.Array | None, ...] = None, None
+    if s.count > 1:
+        behind = sums_before(plan.view, _totals(plan, arrays, sizes), reverse=True)
     dx, dinitial = launch(
         partial(_backward_kernel, plan=plan),
         *arrays,
+        dfinal.reshape(s.b, 1, s.c),
+        *behind,
         name="logcumsumexp_backward",
-        grid=(plan.column_blocks, parts, plan.s.b),
-        in_specs=[plan.spec(size) for size in (plan.s.n, plan.s.n, *[plan.tiles + 1] * 2, 1)],
-        out_specs=[plan.spec(plan.s.n), plan.spec(1)],
+        grid=plan.view.grid,
+        in_specs=[plan.view.spec(size) for size in (*sizes, 1, s.count, s.count)],
+        out_specs=[plan.view.spec(s.n), plan.view.spec(1)],
         out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)],
         num_warps=plan.c.num_warps,
-        **kernel_parts.messages(plan, 1),
     )
     return dx.reshape(x.shape), dinitial.reshape(dfinal.shape)
 
 
-def _backward_kernel(
-    x_ref: Ref,  # [N, C] or [C, N], as do_ref; the others likewise
+def _totals(plan: Plan, arrays: list[jax.Array], sizes: tuple[int, ...]) -> Pair:
+    """The gradient of the sum before each segment, of the segment alone, as pairs [b, count, c].
+
+    A gradient w below pivot p grows with exp(-p), so its pair is (-p, w).
+    """
+    count = plan.view.s.count
+    p, w = launch(
+        partial(_totals_kernel, plan=plan),
+        *arrays,
+        name="logcumsumexp_backward_totals",
+        grid=plan.view.grid,
+        in_specs=[plan.view.spec(size) for size in sizes],
+        out_specs=[plan.view.spec(count)] * 2,
+        out_shape=[plan.shape(count)] * 2,
+        num_warps=plan.c.num_warps,
+    )
+    return p, w
+
+
+def _totals_kernel(
+    x_ref: Ref,  # [b, n, c], as do_ref
     do_ref: Ref,
-    mark_p_ref: Ref,  # [tiles + 1, C], as mark_s_ref
-    mark_s_ref: Ref,
-    dfinal_ref: Ref,  # [1, C]
-    dx_ref: Ref,
-    dinitial_ref: Ref,  # [1, C]
-    *words: Ref,  # messages, if there are parts
+    saved_p_ref: Ref,  # [b, tiles + 1, c], as saved_s_ref
+    saved_s_ref: Ref,
+    p_ref: Ref,  # [b, count, c], as w_ref
+    w_ref: Ref,
+    *,
     plan: Plan,
 ) -> None:
-    columns, i = Columns(plan, pl.program_id(0)), plan.parts - 1 - pl.program_id(1)
-    marks = mark_p_ref, mark_s_ref
-    refs = x_ref, do_ref, dx_ref
-    if plan.stepped:
-        grad = kernel_stretches_backward.backward(columns, i, words, marks, dfinal_ref, refs)
-    else:
-        behind = kernel_parts.last(columns, marks, dfinal_ref)
-        if words:
-            nothing = jnp.zeros_like(behind)
-            own = _tiles(columns, i, nothing, marks, (x_ref, do_ref, None))
-            kernel_parts.put(columns, words, i, (own,))
-            behind = kernel_parts.behind(columns, i, words, marks, own, dfinal_ref)
-        grad = _tiles(columns, i, behind, marks, refs)
-
-    @pl.when(i == 0)
-    def _() -> None:
-        _, s = columns.pair(marks, 0)
-        columns.put_row(dinitial_ref, 0, jnp.where(s == jnp.inf, jnp.nan, s * grad))
+    ranges, saved = Ranges(plan.view), (saved_p_ref, saved_s_ref)
+    pivot, _ = plan.load_saved(ranges, saved, (ranges.number + 1) * plan.view.tiles)
+    grad = state_of((pivot, jnp.zeros(ranges.shape, jnp.float32)))
+    grad = _tiles(plan, ranges, grad, saved, (x_ref, do_ref, None))
+    ranges.store(p_ref, ranges.number, -grad.pivot)
+    ranges.store(w_ref, ranges.number, grad.total)
 
 
-def _tiles(
-    columns: Columns, i: jax.Array, behind: jax.Array, marks: tuple[Ref, Ref], refs: Refs
-) -> jax.Array:
-    """Goes through the i-th part from its last tile on; the gradient of the sum before it."""
-    plan = columns.plan
-    step = kernel_recurrence.backward if plan.c.variant == "recurrence" else _tile
-    size = plan.c.block_n
+def _backward_kernel(
+    x_ref: Ref,  # [b, n, c], as do_ref and dx_ref
+    do_ref: Ref,
+    saved_p_ref: Ref,  # [b, tiles + 1, c], as saved_s_ref
+    saved_s_ref: Ref,
+    dfinal_ref: Ref,  # [b, 1, c], as dinitial_ref
+    p_ref: Ref | None,  # sums behind segments [b, count, c], as w_ref
+    w_ref: Ref | None,
+    dx_ref: Ref,
+    dinitial_ref: Ref,
+    *,
+    plan: Plan,
+) -> None:
+    ranges, saved = Ranges(plan.view), (saved_p_ref, saved_s_ref)
+    end = jnp.full_like(ranges.number, plan.num_tiles)
+    pivot, total = plan.load_saved(ranges, saved, end)
+    grad = ranges.load(dfinal_ref, 0) * inverse(total)
+    if p_ref is not None:
+        last, (p, w) = pivot, (ranges.load(ref, ranges.number) for ref in (p_ref, w_ref))
+        pivot, _ = plan.load_saved(ranges, saved, (ranges.number + 1) * plan.view.tiles)
+        grad = below(grad, pivot, last) + w * exp2((p + pivot) * LOG2E)
+    after = _tiles(plan, ranges, state_of((pivot, grad)), saved, (x_ref, do_ref, dx_ref))
+    _, total = plan.load_saved(ranges, saved, jnp.zeros_like(ranges.number))
+    is_first = None if plan.view.s.count == 1 else ranges.number == 0
+    dinitial = jnp.where(total == jnp.inf, jnp.nan, total * after.total)
+    ranges.store(dinitial_ref, 0, dinitial, is_first)
 
-    def tile(t: jax.Array, grad: Pair) -> Pair:
-        before = carried(columns.pair(marks, t))
-        pivot = plan.settled(columns.row(marks[0], t + 1, -HUGE))
-        return step(columns, t * size, before, (pivot, *grad), refs, size)
 
-    grad: jax.Array = plan.through(i, tile, (behind, jnp.zeros_like(behind)), reverse=True)[0]
-    return grad
+def _tiles(plan: Plan, ranges: Ranges, grad: State, saved: tuple[Ref, Ref], refs: Refs) -> State:
+    """Scans the range from its last tile on; from the gradient of the sum after it, before it.
+
+    A gradient is held like a state: the pivot below which the sum is, and a compensation term.
+    """
+    tiles = plan.view.tiles
+
+    def step(t: Any, grad: State) -> State:
+        t = tiles - 1 - t
+        before = state_of(plan.load_saved(ranges, saved, ranges.number * tiles + t))
+        return _tile(plan, ranges, t * plan.c.block_n, before, grad, refs)
+
+    result: State = plan.loop(step, grad)
+    return result
 
 
-def _tile(
-    columns: Columns, first: jax.Array, before: Carry, grad: Carry, refs: Refs, size: int
-) -> Pair:
-    """dx from `first` on; the gradient of the sum before, from that of the sum after."""
+def _tile(plan: Plan, ranges: Ranges, first: Any, state: State, grad: State, refs: Refs) -> State:
+    """dx of a tile; the gradient of the sum before it, from that of the sum after it."""
+    if plan.c.variant == "recurrence":
+        return exact.backward(plan, ranges, first, [state], grad, refs)
     x_ref, do_ref, dx_ref = refs
-    plan = columns.plan
-    tile = Steps(columns, first, size, plan.groups(size, columns=1))
-    xs, dos = tile.load_x(x_ref), tile.load(do_ref)
-    pivot, behind, lost = grad
+    tile, mirrored = plan.tile(ranges, first), plan.view.mirrored
+    x, do = plan.load_x(tile, x_ref), tile.load(do_ref)
 
-    def plain() -> Pair:
-        start, es = below(before, pivot), exponentials(xs, pivot[None])
-        sums, total = running_sums(es, start, mirrored=plan.mirrored)
-        shares = [do * inverse(s) for do, s in zip(dos, sums, strict=True)]
-        # `behind` as it is, but not ahead of all sums: the order that takes the fewest registers.
-        tail = jnp.where(total < 0, 0.0, behind)
-        grads, whole = running_sums(shares, tail, reverse=True, mirrored=plan.mirrored)
-        dxs = [e * grad for e, grad in zip(es, grads, strict=True)]
-        tile.store_dx(dx_ref, x_ref, reversed(dxs))
-        return risen((pivot, *plus(behind, lost, whole)), before[0])
+    def plain() -> State:
+        e = exponentials(x, grad.pivot)
+        sums, total = running_sums(e, state.at(grad.pivot)[0], reverse=mirrored)
+        share = do * inverse(sums)
+        if dx_ref is None:
+            whole = sum_of(share)
+        else:
+            # The gradient itself, but not ahead of all sums: the order with the fewest registers.
+            tail = jnp.where(total < 0, 0.0, grad.total)
+            grads, whole = running_sums(share, tail, reverse=not mirrored)
+            plan.store_dx(tile, dx_ref, x_ref, e * grads)
+        after = compensated(grad.total, grad.error, whole)
+        factor = exp2((state.pivot - grad.pivot) * LOG2E)
+        return State(state.pivot, *(y * factor for y in after))
 
-    def exact() -> Pair:
-        part, apart = plan.block_exact, columns.apart()
+    def stepwise() -> State:
+        states = exact.states_before(plan, tile, x, state)
+        return exact.backward(plan, ranges, first, states, grad, refs)
 
-        def total(k: jax.Array, carry: Carry) -> Carry:
-            return kernel_recurrence.total(apart, first + k * part, carry, x_ref, part)
-
-        def step(k: jax.Array, grad: Carry) -> Carry:
-            start: Carry = lax.fori_loop(0, k, total, before)
-            result = kernel_recurrence.backward(apart, first + k * part, start, grad, refs, part)
-            return start[0], *result
-
-        result: Pair = repeat(size // part, step, grad, reverse=True)[1:]
-        return result
-
-    wide = too_wide(tile, columns, first, x_ref, before, pivot)
-    result: Pair = lax.cond(wide, exact, plain)
+    too_large = exact.range_too_large(x, state, grad.pivot)
+    result: State = lax.cond(too_large, stepwise, plain)
     return result

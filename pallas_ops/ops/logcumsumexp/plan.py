@@ -1,4 +1,4 @@
-"""How a launch divides the work: what is known of it before a kernel runs."""
+"""What is static about a launch, and the tiles that its programs load."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,119 +10,82 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core import fastmath
+from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import pipelined
-from pallas_ops.ops.logcumsumexp.config import STEPS, LogcumsumexpConfig, Sizes, choose
+from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, choose
+from pallas_ops.scan.segments import Pair
+from pallas_ops.scan.tile import Ranges, Tile
+from pallas_ops.scan.view import MAX_VECTOR, Sizes, View
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The statics of a kernel body."""
 
-    s: Sizes
+    view: View
     c: LogcumsumexpConfig
-    reverse: bool
     clip: float | None
 
     @property
-    def tiles(self) -> int:
-        return pl.cdiv(self.s.n, self.c.block_n)
-
-    @property
-    def column_blocks(self) -> int:
-        return pl.cdiv(self.s.c, self.c.block_c)
-
-    @property
-    def stepped(self) -> bool:
-        """Whether each lane steps through a stretch of a part."""
-        if self.s.last or self.s.n >= 2**30 or self.c.variant != "parallel":
-            return False
-        return self.c.num_parts > 1 and self.tiles > self.stretches and self.c.block_n <= STEPS
-
-    @property
-    def mirrored(self) -> bool:
-        """Whether groups lie the other way round, for loads of a reversed last axis to be wide."""
-        return self.reverse and self.s.last and self.c.variant == "parallel"
-
-    @property
-    def each(self) -> int:
-        """Tiles of such a stretch."""
-        return pl.cdiv(self.tiles, self.stretches * self.c.num_parts)
-
-    @property
-    def parts(self) -> int:
-        if self.stepped:
-            return pl.cdiv(self.tiles, self.stretches * self.each)
-        return min(self.c.num_parts, self.tiles)
-
-    @property
-    def covered(self) -> int:
-        """Positions of all programs."""
-        share = self.stretches * self.each if self.stepped else 1
-        return -(-self.tiles // share) * share * self.c.block_n
-
-    def part(self, i: jax.Array) -> tuple[Any, Any]:
-        """The first tile of the i-th part, and one past its last."""
-        if self.parts == 1:
-            return 0, self.tiles
-        return self.start(i), self.start(i + 1)
-
-    def start(self, i: Any) -> Any:
-        """The tiles before the i-th part, of 32 bits on the way too."""
-        if self.stepped:
-            return jnp.minimum(i * (self.stretches * self.each), self.tiles)
-        return i * (self.tiles // self.parts) + jnp.minimum(i, self.tiles % self.parts)
-
-    def through(
-        self, i: jax.Array, step: Callable[[Any, Any], Any], carry: Any, *, reverse: bool = False
-    ) -> Any:
-        """`step` of each tile of the i-th part."""
-        first, stop = self.part(i)
-        if self.parts == self.tiles:
-            return step(first, carry)
-
-        def one(k: jax.Array, carry: Any) -> Any:
-            k = pipelined(k, self.c.num_stages)
-            return step(stop - 1 - k if reverse else first + k, carry)
-
-        return lax.fori_loop(0, stop - first, one, carry)
+    def num_tiles(self) -> int:
+        """Of the whole axis: as many states are saved, and one."""
+        return -(-self.view.s.n // self.c.block_n)
 
     @property
     def block_exact(self) -> int:
-        return min(self.c.block_exact, self.c.block_n)
+        recurrence = self.c.variant == "recurrence"
+        return self.c.block_n if recurrence else min(self.c.block_exact, self.c.block_n)
 
-    def groups(self, size: int, columns: int) -> int:
-        """Of `size` positions: a lane has one in so many columns, or 16 bytes of the last axis."""
-        lanes = self.c.num_warps * 32
-        if self.s.last:
-            steps = min(size, 16 // self.s.itemsize, size * self.c.block_c // lanes)
-            return size // max(1, steps)
-        return min(size, max(1, lanes * columns // self.c.block_c))
+    def tile(self, ranges: Ranges, first: Any) -> Tile:
+        return Tile(ranges, first, self.c.block_n, self.view.num_steps)
 
-    @property
-    def stretches(self) -> int:
-        """Of a column's positions, for as many lanes: each loads two columns."""
-        if self.s.last or self.c.variant == "recurrence":
-            return 1
-        return max(1, self.c.num_warps * 64 // self.c.block_c)
+    def exact_tile(self, ranges: Ranges, first: Any) -> Tile:
+        """`block_exact` positions; the variant `recurrence` has all of a column's in one lane."""
+        size = self.block_exact
+        if self.view.s.c > 1 and self.c.variant == "recurrence":
+            return Tile(ranges, first, size, size)
+        return Tile(ranges, first, size, num_steps(self.view.s, self.c, size))
+
+    def load_x(self, tile: Tile, ref: Ref) -> jax.Array:
+        """x in float32, clipped; -inf beyond the range."""
+        x = tile.load(ref, -jnp.inf)
+        if self.clip is None:
+            return x
+        x = jnp.where(x > self.clip, self.clip, jnp.where(x < -self.clip, -self.clip, x))
+        return x if tile.mask is None else jnp.where(tile.mask, x, -jnp.inf)  # NaN stays
+
+    def store_dx(self, tile: Tile, ref: Ref, x_ref: Ref, dx: jax.Array) -> None:
+        """dx is 0 where x was clipped."""
+        if self.clip is not None:
+            dx = jnp.where(jnp.abs(tile.load(x_ref)) > self.clip, 0.0, dx)
+        tile.store(ref, dx)
+
+    def load_saved(self, ranges: Ranges, refs: tuple[Ref, Ref], tile: Any) -> Pair:
+        """The state saved before a tile of the axis; beyond its end, the last one."""
+        if self.view.s.n % self.view.s.size:
+            tile = jnp.minimum(tile, self.num_tiles)
+        p, s = (ranges.load(ref, tile) for ref in refs)
+        return self.settled(p), self.settled(s)
 
     def settled(self, x: jax.Array) -> jax.Array:
         """What a loop loads, if its loads run ahead."""
         return fastmath.settled(x) if self.c.num_stages > 1 else x
 
-    def view(self, x: jax.Array) -> jax.Array:
-        """[..., k, ...] as [b, k, c], or [rows, k] where the axis is the last."""
-        return x.reshape(self.s.c, -1) if self.s.last else x.reshape(self.s.b, -1, self.s.c)
-
-    def spec(self, size: int) -> pl.BlockSpec:
-        """All of a view with `size` positions, but its batch axis, which is the grid's last."""
-        if self.s.last:
-            return pl.BlockSpec((self.s.c, size), lambda *_: (0, 0))
-        return pl.BlockSpec((None, size, self.s.c), lambda *ids: (ids[-1], 0, 0))
+    def loop(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """`step` of each tile of a range."""
+        return loop(self.view.tiles, step, carry, self.c.num_stages)
 
     def shape(self, size: int) -> jax.ShapeDtypeStruct:
-        """Of a view in float32."""
-        s = self.s
-        return jax.ShapeDtypeStruct((s.c, size) if s.last else (s.b, size, s.c), jnp.float32)
+        """Of an array [b, size, c] in float32."""
+        return jax.ShapeDtypeStruct((self.view.s.b, size, self.view.s.c), jnp.float32)
+
+
+def loop(count: int, step: Callable[[Any, Any], Any], carry: Any, num_stages: int = 1) -> Any:
+    """A loop of which LLVM does not know how often it runs: it would unroll short ones."""
+    if count == 1:
+        return step(0, carry)
+    stop = count + lax.div(pl.program_id(0), jnp.int32(2**30))
+    return lax.fori_loop(0, stop, lambda t, y: step(pipelined(t, num_stages), y), carry)
 
 
 def plan_of(
@@ -132,10 +95,25 @@ def plan_of(
     config: LogcumsumexpConfig | None,
     *,
     backward: bool = False,
-    **statics: Any,
+    reverse: bool,
+    clip: float | None,
 ) -> Plan:
     """How to run along one axis of x, with tiles of `block_n` unless a config is given."""
     s = Sizes.of(x.shape, axis, x.dtype.itemsize)
-    if config is None:
-        config = choose(s, block_n, backward=backward)
-    return Plan(s, config, **statics)
+    c = choose(s, block_n, backward=backward) if config is None else config
+    view = View(
+        s=s.split(c.num_segments, c.block_n),
+        reverse=reverse,
+        block_n=c.block_n,
+        block_c=1 if s.c == 1 else c.block_c,
+        num_ranges=c.block_c if s.c == 1 else 1,
+        num_steps=num_steps(s, c, c.block_n),
+    )
+    return Plan(view=view, c=c, clip=clip)
+
+
+def num_steps(s: Sizes, c: LogcumsumexpConfig, block_n: int) -> int:
+    """Positions of a tile in each lane: a vector of a last axis; else all of one column's share."""
+    lanes = 32 * c.num_warps
+    share = max(1, block_n * c.block_c // lanes)
+    return min(block_n, share, MAX_VECTOR // s.itemsize if s.c == 1 else share)

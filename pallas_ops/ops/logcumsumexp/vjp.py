@@ -60,16 +60,14 @@ def _backward_reference(
     x: jax.Array,
     do: jax.Array,
     dfinal: jax.Array,
-    mark_p: jax.Array,
-    mark_s: jax.Array,
+    saved_p: jax.Array,
+    saved_s: jax.Array,
     *,
     block_n: int,
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
     del block_n, static["config"]
-    pivot, total = (
-        jax.lax.index_in_dim(mark, 0, static["axis"], False) for mark in (mark_p, mark_s)
-    )
+    pivot, total = (jax.lax.index_in_dim(y, 0, static["axis"], False) for y in (saved_p, saved_s))
     initial = meaning.State(pivot, total, total).log
     pull = jax.vjp(partial(meaning.accumulate, **static), x, initial)[1]
     dx, dinitial = pull((do.astype(dfinal.dtype), dfinal))
@@ -81,14 +79,14 @@ def ops(before: int, after: int) -> tuple[Op, Op, Op]:
     """The forward pass, the one that saves, and the backward pass, with axes beside the scanned."""
     outer = ["b", *(f"o{i}" for i in range(before - 1))]
     inner = [f"i{i}" for i in range(after)]
-    full, column, marks = (" ".join([*outer, *x, *inner]) for x in (["n"], [], ["m"]))
+    full, column, states = (" ".join([*outer, *x, *inner]) for x in (["n"], [], ["m"]))
     forward, saving = (
         Op(
             name="logcumsumexp",
             kernel=partial(kernel.forward, save=save),
             reference=partial(_forward_reference, save=save),
             operands=(full, column),
-            results=(full, column, *[marks] * (2 * save)),
+            results=(full, column, *[states] * (2 * save)),
             whole=("n",),
         )
         for save in (False, True)
@@ -97,7 +95,7 @@ def ops(before: int, after: int) -> tuple[Op, Op, Op]:
         name="logcumsumexp_backward",
         kernel=kernel_backward.backward,
         reference=_backward_reference,
-        operands=(full, full, column, marks, marks),
+        operands=(full, full, column, states, states),
         results=(full, column),
         whole=("n", "m"),
     )
@@ -118,15 +116,15 @@ def accumulate(p: Params, x: jax.Array, initial: jax.Array | None) -> tuple[jax.
 
 def _forward(p: Params, x: jax.Array, initial: jax.Array | None):  # type: ignore[no-untyped-def]
     _, saving, _ = ops_of(p, x)
-    out, final, *marks = call(saving, x, initial, implementation=p.implementation, **p.static)
-    saved = [checkpoint_name(mark, RESIDUALS) for mark in marks]
+    out, final, *states = call(saving, x, initial, implementation=p.implementation, **p.static)
+    saved = [checkpoint_name(y, RESIDUALS) for y in states]
     return (out, final), (x, initial, saved)
 
 
 def _backward(p: Params, saved, cotangents):  # type: ignore[no-untyped-def]
-    x, initial, marks = saved
+    x, initial, states = saved
     _, _, backward = ops_of(p, x)
-    grads = call(backward, x, *cotangents, *marks, implementation=p.implementation, **p.static)
+    grads = call(backward, x, *cotangents, *states, implementation=p.implementation, **p.static)
     dx, dinitial = like(grads, (x, initial))
     return dx, None if initial is None else dinitial
 

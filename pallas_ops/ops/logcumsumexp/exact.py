@@ -1,0 +1,175 @@
+"""Tiles whose range is too large for one pivot: a state (pivot, total) at every position.
+
+Each lane scans its own steps as states, and an exclusive scan across lanes joins the groups. Going
+backward, the gradients below the pivots are scanned likewise: a gradient below one pivot takes a
+factor of at most 1 on its way to an earlier, smaller one.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ops.core.fastmath import LOG2E, exp2
+from pallas_ops.core.tiles import Ref
+from pallas_ops.core.triton_ext import scan
+from pallas_ops.ops.logcumsumexp.plan import Plan, loop
+from pallas_ops.ops.logcumsumexp.state import (
+    HUGE,
+    State,
+    below,
+    compensated,
+    exponentials,
+    finite,
+    inverse,
+    largest,
+    largest_in_lane,
+    log_of,
+    raised,
+    sum_of,
+)
+from pallas_ops.scan.running import GROUPS, STEPS, edge
+from pallas_ops.scan.segments import Pair, exclusive, join
+from pallas_ops.scan.tile import Ranges, Tile, per_range
+
+FAINT_BITS = 16  # a prefix below 2**-16 of exp(pivot) loses digits in its logarithm
+SAFE = FAINT_BITS / LOG2E
+
+
+def range_too_large(x: jax.Array, state: State, pivot: jax.Array) -> jax.Array:
+    """Whether some prefix of a tile may lie too far below the tile's pivot.
+
+    None lies below the state before the tile. So only where the pivot has risen far does the
+    smallest finite number of the tile have to be found.
+    """
+
+    def smallest_is_far() -> jax.Array:
+        smallest = jnp.where(x == -jnp.inf, jnp.inf, x).min(axis=STEPS).min(axis=GROUPS - 1)
+        low = jnp.minimum(smallest, jnp.where(state.total == 0, jnp.inf, state.pivot))
+        return any_of(~(pivot - low <= SAFE))
+
+    suspect = any_of(~(pivot - state.pivot <= SAFE))
+    return jnp.asarray(lax.cond(suspect, smallest_is_far, lambda: suspect))
+
+
+def any_of(x: jax.Array) -> jax.Array:
+    """Reduced over 32 copies as well: then the compiler knows that all lanes of a warp agree."""
+    return jnp.broadcast_to(jnp.where(x, 1, 0).max(), (32,)).max() > 0
+
+
+def forward(
+    plan: Plan, ranges: Ranges, first: Any, state: State, x_ref: Ref, out_ref: Ref
+) -> State:
+    """The positions of a tile, and the state after them."""
+
+    def step(k: Any, state: State) -> State:
+        tile = plan.exact_tile(ranges, first + k * plan.block_exact)
+        x = plan.load_x(tile, x_ref)
+        tile.store(out_ref, log_of(*_states(x, state, plan.view.mirrored)))
+        return _after(state, x)
+
+    after: State = loop(plan.c.block_n // plan.block_exact, step, state)
+    return after
+
+
+def backward(
+    plan: Plan,
+    ranges: Ranges,
+    first: Any,
+    states: list[State],  # before each `block_exact` positions
+    grad: State,
+    refs: tuple[Ref, Ref, Ref | None],  # x, do, dx; nothing is stored without dx
+) -> State:
+    """dx of a tile; the gradient of the total before it, from that of the total after it."""
+    x_ref, do_ref, dx_ref = refs
+    size, mirrored = plan.block_exact, plan.view.mirrored
+    count = plan.c.block_n // size
+
+    def step(k: Any, grad: State) -> State:
+        k = count - 1 - k
+        before = states[0]
+        for i, state in enumerate(states[1:], 1):
+            before = State(*(jnp.where(k == i, *pair) for pair in zip(state, before, strict=True)))
+        tile = plan.exact_tile(ranges, first + k * size)
+        x, do = plan.load_x(tile, x_ref), tile.load(do_ref)
+        p, s = _states(x, before, mirrored)
+        share = do * inverse(s)
+        if dx_ref is not None:
+            total = _gradients(p, share, (grad.pivot, grad.total), reverse=not mirrored)
+            plan.store_dx(tile, dx_ref, x_ref, exp2((x - p) * LOG2E) * total)
+        factor = exp2((before.pivot - grad.pivot) * LOG2E)
+        whole = sum_of(below(share, per_range(before.pivot), p))
+        rescaled = compensated(grad.total * factor, grad.error * factor, whole)
+        return State(before.pivot, *rescaled)
+
+    result: State = loop(count, step, grad)
+    return result
+
+
+def states_before(plan: Plan, tile: Tile, x: jax.Array, state: State) -> list[State]:
+    """The states before each `block_exact` positions of a tile."""
+    states = [state]
+    for start in range(0, plan.c.block_n - plan.block_exact, plan.block_exact):
+        there = (tile.order >= start) & (tile.order < start + plan.block_exact)
+        states.append(_after(states[-1], jnp.where(there, x, -jnp.inf)))
+    return states
+
+
+def _states(x: jax.Array, before: State, mirrored: bool) -> Pair:
+    """The pivot and total at each position."""
+    p = finite(x)
+    start = before.pivot[:, None], before.total[:, None]  # beside [ranges, groups, columns]
+    axis = GROUPS if x.shape[STEPS] == 1 else STEPS
+    own = scan(_join, (p, exp2((x - p) * LOG2E)), axis=axis, reverse=mirrored)
+    if axis == STEPS and x.shape[GROUPS] > 1:
+        top = finite(largest_in_lane(x))
+        total = exp2((x - top[None]) * LOG2E).sum(axis=STEPS)
+        nothing = jnp.full_like(top, -HUGE), jnp.zeros_like(total)
+        groups = scan(exclusive, (*nothing, top, total), axis=GROUPS - 1, reverse=mirrored)
+        start = join(start, (groups[0], groups[1]))
+    return join((start[0][None], start[1][None]), (own[0], own[1]))
+
+
+def _join(before: Any, after: Any) -> Any:
+    return join(before, after, exp2=jnp.exp2)
+
+
+def _after(state: State, x: jax.Array) -> State:
+    """The state with all of x in it."""
+    top = finite(largest(x))
+    pivot = raised(top, state.pivot)
+    return State(
+        pivot, *compensated(*state.at(pivot), below(sum_of(exponentials(x, top)), top, pivot))
+    )
+
+
+def _gradients(p: jax.Array, share: jax.Array, grad: Pair, *, reverse: bool) -> jax.Array:
+    """Below each pivot p, the gradient of the total there: shares from there on, and `grad`."""
+    pivot, total = (y[:, None] for y in grad)
+    axis = GROUPS if p.shape[STEPS] == 1 else STEPS
+    _, own = scan(_add_share, (p, share), axis=axis, reverse=reverse)
+    if axis == GROUPS:
+        return own + below(total[None], p, pivot[None])
+    top = p.max(axis=STEPS)  # of each group, its last pivot
+    after = below(total, top, pivot)
+    if p.shape[GROUPS] > 1:
+        first = tuple(edge(y, STEPS, last=not reverse) for y in (p, own))
+        nothing = jnp.full_like(top, HUGE), jnp.zeros_like(top)
+        behind = scan(_exclusive_shares, (*nothing, *first), axis=GROUPS - 1, reverse=reverse)
+        after = after + jnp.where(behind[0] < HUGE, below(behind[1], top, behind[0]), 0.0)
+    return own + below(after[None], p, top[None])
+
+
+def _add_share(later: Any, earlier: Any) -> Any:
+    """The gradient below the earlier pivot, which is not above the later one."""
+    return earlier[0], earlier[1] + later[1] * jnp.exp2((earlier[0] - later[0]) * LOG2E)
+
+
+def _exclusive_shares(later: Any, earlier: Any) -> Any:
+    """Of all groups but what was met last, and of all; a pivot of HUGE says that there is none."""
+    p, w = later[2:]
+    none = earlier[0] >= HUGE
+    pivot = jnp.where(none, p, earlier[0])
+    own = jnp.where(none, 0.0, earlier[1]) + w * jnp.exp2((pivot - p) * LOG2E)
+    return pivot, own, *_add_share(later[2:], earlier[2:])

@@ -1,0 +1,107 @@
+"""The state of a log-sum-exp, and the sums of exponentials that it is made of.
+
+A log-sum-exp is held as pivot + log(total), with a finite pivot and total = sum exp(x - pivot): so
+it is exact however large the numbers are. From tile to tile there is also the compensation term of
+the sum (Kahan): very many small numbers behind a large one are not lost.
+
+Values of a range and column are arrays [ranges, columns]; those of a tile are
+[steps, ranges, groups, columns].
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ops.core import launch
+from pallas_ops.core.fastmath import LOG2E, exp2, larger, log2, multiply_add, reciprocal
+from pallas_ops.scan.running import GROUPS, STEPS
+from pallas_ops.scan.segments import Pair
+from pallas_ops.scan.tile import per_range
+
+LN2 = math.log(2)
+HUGE = float(jnp.finfo(jnp.float32).max)
+
+
+class State(NamedTuple):
+    pivot: jax.Array
+    total: jax.Array
+    error: jax.Array
+
+    def at(self, pivot: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Total and compensation term below another pivot."""
+        factor = exp2((self.pivot - pivot) * LOG2E)
+        return self.total * factor, self.error * factor
+
+
+def state_of(pair: Pair) -> State:
+    return State(*pair, jnp.zeros_like(pair[1]))
+
+
+def empty(shape: tuple[int, ...]) -> State:
+    """The state before anything was added."""
+    zeros = jnp.zeros(shape, jnp.float32)
+    return State(zeros - HUGE, zeros, zeros)
+
+
+def pair_of(x: jax.Array) -> Pair:
+    """A logarithm as pivot and total."""
+    pivot = finite(x)
+    return pivot, exp2((x - pivot) * LOG2E)
+
+
+def log_of(pivot: jax.Array, total: jax.Array) -> jax.Array:
+    return multiply_add(log2(total), LN2, jnp.broadcast_to(pivot, total.shape))
+
+
+def below(total: jax.Array, pivot: jax.Array, other: jax.Array) -> jax.Array:
+    """A total relative to another pivot."""
+    return total * exp2((pivot - other) * LOG2E)
+
+
+def exponentials(x: jax.Array, pivot: jax.Array) -> jax.Array:
+    """exp(x - pivot) of a tile, whose pivots are [ranges, columns]."""
+    return exp2((x - per_range(pivot)) * LOG2E)
+
+
+def compensated(total: jax.Array, error: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """total + x and the new compensation term, by Kahan's algorithm.
+
+    Where |x| > |total| the term is only known to an ulp of x: once, if sums grow.
+    """
+    x = x + error
+    after = total + x
+    return after, jnp.where(jnp.abs(after) < jnp.inf, x - (after - total), 0.0)
+
+
+def raised(x: jax.Array, pivot: jax.Array) -> jax.Array:
+    """The pivot, or x where that is larger by more than 1.
+
+    So from tile to tile a pivot mostly stays what it is, and what is below it takes a factor of
+    exactly 1, or of at most 1 / e: the rounding errors of many factors would add up.
+    """
+    return jnp.where(x > pivot + 1, jnp.minimum(x, HUGE), pivot)
+
+
+def finite(x: jax.Array) -> jax.Array:
+    return jnp.minimum(larger(x, -HUGE), HUGE)
+
+
+def largest_in_lane(x: jax.Array) -> jax.Array:
+    """[ranges, groups, columns], without NaN, which a GPU's maximum drops."""
+    return (jnp.where(x == x, x, -jnp.inf) if launch.is_interpreted() else x).max(axis=STEPS)
+
+
+def largest(x: jax.Array) -> jax.Array:
+    return largest_in_lane(x).max(axis=GROUPS - 1)
+
+
+def sum_of(x: jax.Array) -> jax.Array:
+    """Of a tile [ranges, columns]."""
+    return x.sum(axis=STEPS).sum(axis=GROUPS - 1)
+
+
+def inverse(total: jax.Array) -> jax.Array:
+    """1 / total, and 0 where nothing has been summed yet."""
+    return jnp.where(total == 0, 0.0, reciprocal(total))

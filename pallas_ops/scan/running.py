@@ -1,0 +1,56 @@
+"""Running sums within a tile [steps, ranges, groups, columns].
+
+Each lane scans its own steps; an exclusive scan across lanes joins the groups' totals. Nothing is
+ever subtracted: a total minus an element would lose what is small beside the total.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ops.core.triton_ext import scan
+from pallas_ops.scan.tile import per_range
+
+STEPS, GROUPS = 0, 2  # axes of a tile
+
+
+def running_sums(
+    x: jax.Array, start: jax.Array, *, reverse: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Inclusive sums of x from `start`, and the total of x, both [ranges, columns]."""
+    totals = x.sum(axis=STEPS)
+    before = per_range(start)
+    if x.shape[STEPS] == 1:
+        sums = _inclusive(x, GROUPS, reverse)
+    else:
+        sums = _inclusive(x, STEPS, reverse)
+        if x.shape[GROUPS] > 1:
+            before = before + sums_before(totals, reverse=reverse)[None]
+    return before + sums, totals.sum(axis=GROUPS - 1)
+
+
+def sums_before(totals: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """For each group [ranges, groups, columns] the sum of the groups that the scan met before."""
+    zeros = jnp.zeros_like(totals)
+    return scan(_exclusive, (zeros, totals), axis=GROUPS - 1, reverse=reverse)[0]
+
+
+def _inclusive(x: jax.Array, axis: int, reverse: bool) -> jax.Array:
+    return scan(_add, (x,), axis=axis, reverse=True)[0] if reverse else jnp.cumsum(x, axis=axis)
+
+
+def _add(before: Any, after: Any) -> Any:
+    return (before[0] + after[0],)
+
+
+def _exclusive(before: Any, after: Any) -> Any:
+    """The sum of all but the last, and of all."""
+    return before[1] + after[0], before[1] + after[1]
+
+
+def edge(x: jax.Array, axis: int, *, last: bool) -> jax.Array:
+    """The first or last entry along an axis of an array, which a kernel cannot index."""
+    there = lax.broadcasted_iota(jnp.int32, x.shape, axis) == (x.shape[axis] - 1 if last else 0)
+    return jnp.where(there, x, 0.0).sum(axis=axis)

@@ -1,0 +1,122 @@
+"""The ranges and columns of one program, and tiles of them. Masks are made here alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_ops.core import launch
+from pallas_ops.core.tiles import Ref, both, span, stack, unstack
+from pallas_ops.scan.view import View
+
+
+class Ranges:
+    """A program's ranges: row, number, start and stop of each, as arrays [ranges, 1].
+
+    What there is of each range and column is an array [ranges, columns] throughout. Arrays
+    [1, ranges, 1, columns], which would broadcast beside tiles, cost a kernel up to 80 registers.
+    """
+
+    def __init__(self, view: View) -> None:
+        self.view, s = view, view.s
+        slot = (pl.program_id(1) * view.num_ranges + span(view.num_ranges))[:, None]
+        count = jnp.full_like(slot, s.count)
+        self.number = lax.rem(slot, count)
+        self.row = pl.program_id(2) * view.rows + lax.div(slot, count)
+        before = self.number * s.size
+        size = jnp.full_like(slot, s.size)
+        if s.n % s.size:  # compare what is left: before + size may be beyond int32
+            size = jnp.minimum(size, s.n - before)
+        self.start = s.n - before - size if view.reverse else before
+        self.stop = self.start + size
+        self.there = None
+        if not view.all_slots:  # a slot without a range has one of no positions
+            self.there = (slot < view.rows * s.count) & (self.row < s.b)
+            self.stop = jnp.where(self.there, self.stop, self.start)
+        self.column = (pl.program_id(0) * view.block_c + span(view.block_c))[None, :]
+        self.inside = self.column < s.c if s.c % view.block_c else None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.view.num_ranges, self.view.block_c
+
+    def load(
+        self, ref: Ref, position: jax.Array | int, mask: jax.Array | None = None, other: float = 0.0
+    ) -> jax.Array:
+        """From [b, positions, c], in float32; `other` where the mask is false."""
+        at, mask = self._at(position, mask)
+        x = plgpu.load(ref.at[at], mask=mask, other=None if mask is None else other)
+        return x.astype(jnp.float32)
+
+    def store(
+        self, ref: Ref, position: jax.Array | int, y: jax.Array, mask: jax.Array | None = None
+    ) -> None:
+        at, mask = self._at(position, mask)
+        plgpu.store(ref.at[at], y.astype(ref.dtype), mask=mask)
+
+    def _at(self, position: jax.Array | int, mask: jax.Array | None) -> Any:
+        """Index and mask, both of one shape: [ranges, columns], or a tile's."""
+        if isinstance(position, int):
+            position = jnp.full_like(self.number, position)
+        parts = [self.row, self.column, self.there, self.inside]
+        if position.ndim == 4:
+            parts = [x if x is None else per_range(x) for x in parts]
+        row, column, there, inside = parts
+        assert row is not None
+        assert column is not None
+        mask = both(mask, both(there, inside))
+        shape = jnp.broadcast_shapes(position.shape, row.shape, column.shape)
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, shape)
+            if launch.is_interpreted():
+                # The interpreter writes back what is masked: not to where another lane writes.
+                row = jnp.where(mask, row, self.view.s.b)
+        return tuple(jnp.broadcast_to(x, shape) for x in (row, position, column)), mask
+
+
+def per_range(x: jax.Array) -> jax.Array:
+    """[ranges, columns] beside tiles."""
+    return x[None, :, None, :]
+
+
+class Tile:
+    """`block_n` positions of each of a program's ranges, from `first` on in scan direction."""
+
+    def __init__(
+        self, ranges: Ranges, first: Any, block_n: int, num_steps: int, *, dealt: bool = True
+    ) -> None:
+        self.ranges, self.dealt, view = ranges, dealt, ranges.view
+        steps, groups = span(num_steps), span(block_n // num_steps)
+        offset = groups[None, None, :, None] * num_steps + steps[:, None, None, None]
+        self.order = block_n - 1 - offset if view.mirrored else offset  # in which the scan meets it
+        if view.mirrored:
+            self.position = per_range(ranges.stop - first - block_n) + offset
+        elif view.reverse:
+            self.position = per_range(ranges.stop - 1 - first) - offset
+        else:
+            self.position = per_range(ranges.start + first) + offset
+        if view.reverse:
+            inside = self.position >= per_range(ranges.start)
+        else:
+            inside = self.position < per_range(ranges.stop)
+        self.mask = None if view.full else inside
+
+    def load(self, ref: Ref, other: float = 0.0) -> jax.Array:
+        """In float32; `other` beyond the range."""
+        x = self.ranges.load(ref, self.position, self.mask, other)
+        return deal(x) if self.dealt and self.ranges.view.s.c > 1 else x
+
+    def store(self, ref: Ref, y: jax.Array) -> None:
+        self.ranges.store(ref, self.position, y, self.mask)
+
+
+def deal(x: jax.Array) -> jax.Array:
+    """x as it is, with all steps of one column in each lane.
+
+    Lanes load up to 16 bytes, which are neighbouring columns, and Triton would keep them so. Splits
+    and joins along the steps make it exchange them through shared memory.
+    """
+    return stack(unstack(x.transpose(1, 2, 3, 0))).transpose(3, 0, 1, 2)

@@ -1,0 +1,93 @@
+"""Any array as [rows, axis, columns], cut into ranges along the axis, and what one program covers.
+
+A range is a chunk of `chunk_cumsum_decay`, a segment of a long axis, or the whole axis. Ranges are
+numbered as the scan meets them. A program scans `num_ranges` of them in `block_c` columns, one tile
+of `block_n` positions after the other.
+
+A tile is an array [steps, ranges, groups, columns]. Position group * steps + step of a tile,
+counted in the direction of the scan, lies in a lane that holds all steps of its group: a scan along
+the steps moves nothing between lanes, and only one number per group is scanned across lanes.
+"""
+
+import dataclasses
+import math
+
+from jax.experimental import pallas as pl
+
+MOST_RANGES = 2**30  # that one axis of the grid counts
+MAX_VECTOR = 16  # bytes that a lane loads at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """An array [b, n, c] whose rows have `count` ranges of `size` positions (the last: fewer)."""
+
+    b: int
+    n: int
+    c: int
+    size: int
+    count: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], axis: int, itemsize: int) -> "Sizes":
+        """One range: the whole axis."""
+        b, n, c = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+        return cls(b=b, n=n, c=c, size=n, count=1, itemsize=itemsize)
+
+    def split(self, count: int, multiple_of: int) -> "Sizes":
+        """The axis in at most so many ranges of whole tiles."""
+        size = pl.cdiv(pl.cdiv(self.n, multiple_of), count) * multiple_of
+        return dataclasses.replace(self, size=size, count=pl.cdiv(self.n, size))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """Sizes, direction and blocks: all that is static about what programs see."""
+
+    s: Sizes
+    reverse: bool
+    block_n: int
+    block_c: int
+    num_ranges: int
+    num_steps: int
+
+    @property
+    def rows(self) -> int:
+        """Rows whose ranges one axis of the grid counts; its last axis has a part for each."""
+        return max(1, min(self.s.b, MOST_RANGES // self.s.count))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        slots = pl.cdiv(self.rows * self.s.count, self.num_ranges)
+        return pl.cdiv(self.s.c, self.block_c), slots, pl.cdiv(self.s.b, self.rows)
+
+    @property
+    def tiles(self) -> int:
+        """Of a range."""
+        return pl.cdiv(self.s.size, self.block_n)
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether tiles lie as in memory and are scanned from their end, for a reversed last axis.
+
+        Elsewhere reversal is in the index, where it costs nothing; along a last axis it would turn
+        loads of 16 bytes into loads of single numbers.
+        """
+        return self.reverse and self.s.c == 1
+
+    @property
+    def all_slots(self) -> bool:
+        """Whether no program has slots without a range."""
+        s = self.s
+        return s.b % self.rows == 0 and self.rows * s.count % self.num_ranges == 0
+
+    @property
+    def full(self) -> bool:
+        """Whether no tile needs a mask for its positions."""
+        s = self.s
+        return s.n % s.size == 0 and s.size % self.block_n == 0 and self.all_slots
+
+    def spec(self, size: int) -> pl.BlockSpec:
+        """All of an array [b, size, c], for every program."""
+        return pl.BlockSpec((self.s.b, size, self.s.c), lambda *_: (0, 0, 0))
