@@ -12,6 +12,7 @@ class Cell:
     kernel_ms: float | None = None
     wall_ms: float | None = None
     kernels: int | None = None
+    compile_s: float | None = None  # until the first call's result was ready
     memory_mib: float | None = None
     error: float | None = None  # see cases.deviation
     of_copy: float | None = None  # the copy's kernel time over this one's

@@ -21,13 +21,15 @@ class Metric:
     field: str
     label: str
     unit: str
-    floor: str  # what the op could at best come to
+    floor: str  # what the op could at best come to, if that is known
 
     def value(self, cell: Cell) -> float | None:
         value: float | None = getattr(cell, self.field)
         return value
 
     def least(self, row: Row) -> float | None:
+        if not self.floor:
+            return None
         return row.moved_bytes / 2**20 if self.name == "memory" else self.value(row.copy)
 
     def reason(self, cell: Cell) -> str | None:
@@ -37,10 +39,12 @@ class Metric:
 METRICS = (
     Metric(name="speed", field="kernel_ms", label="kernel time", unit="ms", floor="copy"),
     Metric(name="wall", field="wall_ms", label="wall-clock time", unit="ms", floor="copy"),
+    Metric(name="compile", field="compile_s", label="first call", unit="s", floor=""),
     Metric(name="memory", field="memory_mib", label="peak memory", unit="MiB", floor="in + out"),
 )
 LEGEND = (
     "- speed: ms that a call's kernels ran, by CUPTI; wall: ms until its result was ready; medians",
+    "- compile: s until the result of the first call was ready, of what is jitted",
     "- memory: MiB at the peak, inputs included; in + out: what inputs and results alone take",
     "- copy: a kernel that reads and writes as many bytes as the op's inputs and results have",
     "- -1: wrong, failed or not applicable, for the reason given; ok: right, but interpreted",
@@ -66,12 +70,14 @@ def markdown(report: Report) -> str:
 def _grid(table: Table, metric: Metric) -> str:
     """The table itself, aligned so that it can be read as plain text too."""
     ours, names = table.default, [column.name for column in table.columns]
-    lines = [[table.x, *names, metric.floor, f"{metric.floor} / {ours}"]]
+    floor = [metric.floor, f"{metric.floor} / {ours}"] if metric.floor else []
+    lines = [[table.x, *names, *floor]]
     for row in table.rows:
         least, best = metric.least(row), metric.value(row.cells[ours])
         share = f"{least / best:.3f}" if least and best else ""
         cells = [_shown(row.cells[name], metric) for name in names]
-        lines.append([str(row.point[table.x]), *cells, f"{least:.6f}" if least else "", share])
+        shares = [f"{least:.6f}" if least else "", share] if floor else []
+        lines.append([str(row.point[table.x]), *cells, *shares])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
     return "\n".join(
@@ -83,18 +89,18 @@ def _grid(table: Table, metric: Metric) -> str:
 def _shown(cell: Cell, metric: Metric) -> str:
     """The number; or -1, for which a footnote has the reason; or "ok": right, but not timed.
 
-    Peaks may be measured in some rows only.
+    Peaks may be measured in some rows only, and what is not jitted has no time to compile.
     """
     value = metric.value(cell)
     if value is not None:
-        return f"{value:.6f}"
-    return "-1" if metric.reason(cell) else "" if metric.name == "memory" else "ok"
+        return f"{value:.2f}" if metric.unit == "s" else f"{value:.6f}"
+    return "-1" if metric.reason(cell) else "ok" if metric.unit == "ms" else ""
 
 
 def _footnotes(table: Table, metric: Metric) -> Iterator[str]:
     """When it was measured, how far from the truth all came, and what is to be said of cells."""
     names = [column.name for column in table.columns]
-    if metric.name != "memory":
+    if metric.unit == "ms":
         yield f"measured on {table.date}, medians of {table.calls} calls"
         truths = " or ".join(sorted({row.truth for row in table.rows}))
         worst = {n: max(row.cells[n].error or 0 for row in table.rows) for n in names}
@@ -129,7 +135,7 @@ def write(report: Report, folder: pathlib.Path) -> None:
     stem.with_suffix(".json").write_text(report.to_json())
     stem.with_suffix(".md").write_text(markdown(report))
     for table in report.tables:
-        drawn = set(table.metrics) - ({"wall"} if "speed" in table.metrics else set())
+        drawn = set(table.metrics) - {"compile"} - ({"wall"} if "speed" in table.metrics else set())
         for metric in METRICS:
             if metric.name in drawn:
                 _plot(report, table, metric, folder)

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -65,8 +66,8 @@ def run(benchmark: Benchmark, plan: Plan, advance: Advance = lambda _: None) -> 
 
 
 def _metrics(plan: Plan) -> list[str]:
-    """What `run` measures: kernel time takes a GPU, and peaks there come later."""
-    times = ["speed", "wall"] if timing.on_gpu() else ["wall"]
+    """What `run` measures: kernel and compile times take a GPU, and peaks there come later."""
+    times = ["speed", "wall", "compile"] if timing.on_gpu() else ["wall"]
     sizes = [] if timing.on_gpu() else ["memory"]
     return times * ("speed" in plan.metrics) + sizes * ("memory" in plan.metrics)
 
@@ -105,13 +106,16 @@ def _cell(
     plan: Plan,
 ) -> records.Cell:
     """Right first, then fast; without a GPU a kernel is interpreted and only held to the truth."""
-    error = cases.deviation(function(*arguments), want)
+    started = time.perf_counter()
+    got = jax.block_until_ready(function(*arguments))
+    compile_s = time.perf_counter() - started
+    error = cases.deviation(got, want)
     if not error <= limit:  # NaN, too
         return records.Cell(reason=f"wrong: error {error:.1e}, accepted {limit:.1e}")
     if provider.kernel and not timing.on_gpu():
         return records.Cell(error=error)
     cell = _timed(function, arguments, plan) if "speed" in plan.metrics else records.Cell()
-    cell.error = error
+    cell.error, cell.compile_s = error, compile_s if provider.jit else None
     if "memory" in plan.metrics and not timing.on_gpu():
         try:
             cell.memory_mib = memory.planned(function, arguments)

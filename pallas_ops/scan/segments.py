@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_ops.core import fastmath
+from pallas_ops.core import checks, fastmath
 from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, power_of_two, span
@@ -27,7 +26,7 @@ from pallas_ops.scan.view import View
 
 Pair = tuple[jax.Array, jax.Array]
 
-SCAN_WARPS = 4
+LEAST_TOTALS = 512  # that a program scans, if there are so many
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the p of a pair of nothing
 
 
@@ -45,16 +44,18 @@ def exclusive(before: Any, after: Any) -> Any:
 
 def sums_before(view: View, totals: Pair, *, reverse: bool = False) -> Pair:
     """For each segment the sum of the totals [b, count, c] before it; in reverse, after it."""
-    spec = view.spec(view.s.count)
+    s, spec = view.s, view.spec(view.s.count)
+    rows = power_of_two(s.count)
+    block_c = min(power_of_two(s.c), max(1, LEAST_TOTALS // rows))
     p, w = launch(
-        partial(_kernel, reverse=reverse),
+        partial(_kernel, rows=rows, block_c=block_c, reverse=reverse),
         *totals,
         name="segments",
-        grid=(view.s.b * view.s.c,),
+        grid=(pl.cdiv(s.c, block_c), s.b),
         in_specs=[spec] * 2,
         out_specs=[spec] * 2,
         out_shape=[jax.ShapeDtypeStruct(totals[0].shape, jnp.float32)] * 2,
-        num_warps=SCAN_WARPS,
+        num_warps=min(checks.MAX_WARPS, max(1, rows * block_c // 32)),  # a total a lane
     )
     return p, w
 
@@ -65,14 +66,16 @@ def _kernel(
     p_before_ref: Ref,
     w_before_ref: Ref,
     *,
+    rows: int,
+    block_c: int,
     reverse: bool,
 ) -> None:
-    """One column of totals."""
     _, count, columns = p_ref.shape
-    segment = span(power_of_two(count))
-    i = jnp.full_like(segment, pl.program_id(0))
-    at = lax.div(i, jnp.int32(columns)), segment, lax.rem(i, jnp.int32(columns))
-    mask = segment < count
+    shape = rows, block_c
+    segment = jnp.broadcast_to(span(rows)[:, None], shape)
+    column = jnp.broadcast_to((pl.program_id(0) * block_c + span(block_c))[None], shape)
+    at = jnp.full(shape, pl.program_id(1)), segment, column
+    mask = (segment < count) & (column < columns)
     p = plgpu.load(p_ref.at[at], mask=mask, other=LOWEST)
     w = plgpu.load(w_ref.at[at], mask=mask, other=0.0)
     nothing = jnp.full_like(p, LOWEST), jnp.zeros_like(w)

@@ -28,6 +28,18 @@ def test_a_mean_is_not_passed_off_as_a_median() -> None:
     assert "jit at n = 8, 2048: calls launched different kernels" in report.markdown(found)
 
 
+@pytest.mark.usefixtures("gpu")
+def test_seconds_to_compile_are_those_of_what_is_jitted() -> None:
+    text = report.markdown(suite.run(TOY, toy_plan()))
+    rows = text[text.index("toy-compile-fwd-k1-f32:") :].split("\n")
+    cells = [cell.strip() for cell in rows[4].split("|")[1:-1]]
+    names = [cell.strip() for cell in rows[2].split("|")[1:-1]]
+    found = dict(zip(names, cells, strict=True))
+    assert float(found["jit"]) >= 0  # some milliseconds
+    assert (found["jnp"], found["broken"]) == ("", "-1")
+    assert "copy" not in found
+
+
 def test_json_tells_all_and_another_run_replaces_its_own_tables(tmp_path: pathlib.Path) -> None:
     both = suite.run(TOY, toy_plan())
     assert Report.from_json(both.to_json()) == both

@@ -12,7 +12,7 @@ TILE_BYTES = 8192  # of a tile with columns
 WARP_BYTES = 4096  # of a warp's tile along a last axis; half of that with columns
 WIDEST, NARROWER = 64, 32  # columns of a tile: 128 or 64 bytes of memory side by side
 MOST_ROWS = 8  # of a program along a last axis
-MOST_SEGMENTS = 264
+MOST_SEGMENTS = 528
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ def choose(
     most = ROW_ELEMENTS if s.c == 1 else TILE_BYTES // s.itemsize
     block_c = max(1, min(widest, most // block_n))
     warp_bytes = WARP_BYTES if s.c == 1 else WARP_BYTES // 2
-    exact = (256 if backward else 512) // block_c if s.c == 1 else 32
+    exact = 2048 if s.c > 1 else 256 if backward else 512  # elements
     return LogcumsumexpConfig(
         block_n=block_n,
         block_c=block_c,
-        block_exact=max(1, min(block_n, exact)),
+        block_exact=max(1, min(block_n, exact // block_c)),
         num_segments=_num_segments(s, block_n, block_c, backward, num_sms),
         num_warps=max(1, block_n * block_c * s.itemsize // warp_bytes),
         num_stages=1 if s.c == 1 else 2 if backward else 3,

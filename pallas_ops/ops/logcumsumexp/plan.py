@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_ops.core import fastmath
 from pallas_ops.core.tiles import Ref
@@ -81,11 +80,10 @@ class Plan:
 
 
 def loop(count: int, step: Callable[[Any, Any], Any], carry: Any, num_stages: int = 1) -> Any:
-    """A loop of which LLVM does not know how often it runs: it would unroll short ones."""
+    """`step` of 0 to count - 1, whose loads run up to `num_stages` ahead."""
     if count == 1:
         return step(0, carry)
-    stop = count + lax.div(pl.program_id(0), jnp.int32(2**30))
-    return lax.fori_loop(0, stop, lambda t, y: step(pipelined(t, num_stages), y), carry)
+    return lax.fori_loop(0, count, lambda t, y: step(pipelined(t, num_stages), y), carry)
 
 
 def plan_of(
