@@ -13,7 +13,7 @@ from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
 from pallas_ops import LrpeCosineConfig, lrpe_cosine, reference
 
 BATCH, HEADS, DIM = 12, 12, 128
-LONG = 131_072  # tokens of a single batch element, which shares its angles with no other
+LONG = 131_072  # tokens of a single batch element
 
 # What to measure. `theta` has its gradient taken as well.
 CASES: dict[str, dict[str, Any]] = {
@@ -72,14 +72,12 @@ def by_block(what: str) -> LrpeCosineConfig:
 
 
 def by_token() -> list[LrpeCosineConfig]:
-    """Launches for what sees one token at a time: angles of its own, or shared by the batch."""
-    tried = partial(sweep.configs, LrpeCosineConfig)
-    shared = tried(block_n=(8, 16), num_warps=(2, 4), block_b=(2, 4, 12), num_stages=(1, 3))
-    return [*tried(block_n=(4, 8, 16, 32), num_warps=(1, 2, 4, 8)), *shared]
+    """Launches of kernels that see one token at a time."""
+    return sweep.configs(LrpeCosineConfig, block_n=(4, 8, 16, 32), num_warps=(1, 2, 4, 8))
 
 
 def proposals(*, what: str, **_: Any) -> list[Provider]:
-    """For what sees one token at a time; and for the sequence's softmax, its walks."""
+    """Launches by rows; for the softmax over the sequence, walks."""
     if what == "act_softmax-dim_-2":
         tried = sweep.configs(
             LrpeCosineConfig,

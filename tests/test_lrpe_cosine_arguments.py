@@ -1,14 +1,19 @@
-"""What lrpe_cosine and md_lrpe_cosine accept, and what they refuse."""
+"""Arguments that lrpe_cosine and md_lrpe_cosine accept or refuse; activations; parts."""
 
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_ops
 from pallas_ops import LrpeCosineConfig
-from tests.support import assert_close
+from pallas_ops.core import launch
+from pallas_ops.core.tiles import split_evenly
+from pallas_ops.ops.lrpe_cosine import activation
+from pallas_ops.ops.lrpe_cosine.reference import Act
+from tests.support import assert_close, random_array
 
 X, THETA = jnp.ones((2, 6, 3, 4)), jnp.ones((3, 4))
 SEQUENCE = LrpeCosineConfig(block_n=4, block_d=4)
@@ -107,8 +112,7 @@ def test_grid_refusals(change: dict[str, Any], error: type[Exception], message: 
         (dict(num_warps=0), "num_warps is 0; accepted: an int from 1 to 32"),
         (dict(cache_angles=1), "cache_angles is 1; accepted: True or False"),
         (dict(num_parts=2), "num_parts is 2; accepted: 1, with variant='sequence'"),
-        (dict(num_stages=2), "num_stages is 2; accepted: 1, with"),
-        (dict(variant="block", block_b=2), "block_b is 2; accepted: 1, with variant='block'"),
+        (dict(num_stages=2), "num_stages is 2; accepted: 1, with variant='sequence'"),
     ],
 )
 def test_configs_refuse(settings: dict[str, Any], message: str) -> None:
@@ -152,3 +156,33 @@ def test_a_traced_offset_compiles_once() -> None:
 def test_empty_arrays(shape: tuple[int, ...]) -> None:
     x, theta = jnp.ones(shape), jnp.ones((1, 1))
     assert pallas_ops.lrpe_cosine(x, theta).shape == (*shape[:3], 2 * shape[3])
+
+
+def test_activations_are_those_of_one_table(rng: np.random.Generator) -> None:
+    """A name without an entry is an error, and each derivative is that of its function."""
+    assert get_args(Act) == (*activation.ACTIVATIONS, "softmax")
+    x, da, column = random_array(rng, (4, 8)), random_array(rng, (4, 8)), activation.Column()
+    with launch.interpreted(True):
+        for name, entry in activation.ACTIVATIONS.items():
+            want, pull = jax.vjp(entry.reference, x)
+            assert_close(activation.activate(name, x, column), want)
+            assert_close(activation.pull(name, x, da, column), pull(da)[0])
+        for unknown in ("gelu", "softmax"):
+            with pytest.raises(KeyError, match=unknown):
+                activation.activate(unknown, x, column)
+            with pytest.raises(KeyError, match=unknown):
+                activation.pull(unknown, x, da, column)
+
+
+@pytest.mark.parametrize("n", [1, 7, 525_000, 2**31 - 2, 2**31 - 1])
+@pytest.mark.parametrize("parts", [1, 3, 4224, 2**16])
+def test_parts_are_even_and_do_not_overflow(n: int, parts: int) -> None:
+    """In int32, also where part * n does not fit."""
+    start, stop = (np.asarray(y) for y in split_evenly(n, parts, jnp.arange(parts)))
+    assert start.dtype == stop.dtype == np.int32
+    assert (start[0], stop[-1]) == (0, n)
+    np.testing.assert_array_equal(stop[:-1], start[1:])
+    sizes = stop - start
+    assert n // parts <= sizes.min() <= sizes.max() <= -(-n // parts)
+    traced = split_evenly(jnp.int32(n), parts, jnp.arange(parts))
+    np.testing.assert_array_equal(np.stack(traced), (start, stop))

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops import LrpeCosineConfig
-from pallas_ops.ops.lrpe_cosine import angles
+from pallas_ops.ops.lrpe_cosine import tiles
 from pallas_ops.ops.lrpe_cosine.reference import grid
 from tests.support import (
     assert_as_good_as_reference,
@@ -112,7 +112,7 @@ def test_kernels_are_as_good_as_the_reference(
     By default the gradients are one pass.
     """
     if spread:
-        monkeypatch.setattr(angles, "SPREAD_ELEMENTS", 0)
+        monkeypatch.setattr(tiles, "SPREAD_ELEMENTS", 0)
     sequence = settings.get("axis") == 1
     launch: Any = dict(variant="block", block_n=16) if sequence else dict(block_n=4)
     config = None if cache is None else LrpeCosineConfig(block_d=16, cache_angles=cache, **launch)

@@ -20,6 +20,16 @@ def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
     return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
 
+def split_evenly(n: Any, parts: int, part: Any) -> tuple[Any, Any]:
+    """Start and stop of part number `part` of n >= 0 items; sizes of parts differ by at most 1.
+
+    No intermediate value exceeds n, so int32 does not overflow; `part * n // parts` would.
+    """
+    size, longer = n // parts, n % parts
+    start, stop = (i * size + jnp.minimum(i, longer) for i in (part, part + 1))
+    return start, stop
+
+
 def span(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)
 

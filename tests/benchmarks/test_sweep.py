@@ -10,8 +10,9 @@ from tests.benchmarks.toy import TOY, explode, off_by_one, provider, toy_plan
 
 
 def test_configs_leaves_out_what_is_refused() -> None:
-    found = sweep.configs(LrpeCosineConfig, block_b=(1, 2), num_stages=(1, 2))
-    assert [(c.block_b, c.num_stages) for c in found] == [(1, 1), (2, 1), (2, 2)]
+    found = sweep.configs(LrpeCosineConfig, variant=("sequence", "block"), num_stages=(1, 2))
+    launches = [("sequence", 1), ("block", 1), ("block", 2)]
+    assert [(c.variant, c.num_stages) for c in found] == launches
     assert sweep.label(found[0]).startswith("variant='sequence', block_n=16")
     assert sweep.label(None) == "default"
 

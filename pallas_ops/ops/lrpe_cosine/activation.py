@@ -1,58 +1,81 @@
-"""Activations of a tile [tokens, features], in float32, and their pullbacks.
+"""Activations and their derivatives: elementwise ones in one table, and the two softmaxes.
 
-The sequence's softmax needs what all tokens have in common, a `Column`; the others see one token.
+Kernels apply them to a tile [tokens, features] in float32, with the approximations of `fastmath`.
+A softmax over the sequence needs values that all tokens share (`Column`).
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ops.core.fastmath import LOG2E, exp2, reciprocal
+from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
 
-SOFTMAX_FEATURES, SOFTMAX_SEQUENCE = "softmax_features", "softmax_sequence"
+
+class Activation(NamedTuple):
+    """One elementwise activation."""
+
+    reference: Callable[[jax.Array], jax.Array]  # the definition, in any dtype
+    tile: Callable[[jax.Array], jax.Array]
+    pullback: Callable[[Any, jax.Array], jax.Array]  # (x, da) -> da times the derivative at x
 
 
 class Column(NamedTuple):
-    """What the sequence's softmax knows of a feature: a = exp(x - pivot) * share."""
+    """Values of a softmax over the sequence, per feature: a = exp(x - pivot) * share."""
 
-    pivot: jax.Array
-    share: jax.Array
-    mean: jax.Array | None = None  # sum of a * da; going backward
+    pivot: Any = None  # the maximum of x
+    share: Any = None  # the reciprocal of the sum of exp(x - pivot)
+    mean: Any = None  # the sum of a * da; backward only
 
 
-def activate(act: str, x: jax.Array, column: Column | None) -> jax.Array:
+def activate(act: str, x: jax.Array, column: Column) -> jax.Array:
+    """act(x) of a tile; only the softmax over the sequence reads `column`."""
     if act == SOFTMAX_SEQUENCE:
-        assert column is not None
-        return exp2((x - column.pivot) * LOG2E) * column.share
+        a: jax.Array = exp2((x - column.pivot) * LOG2E) * column.share
+        return a
     if act == SOFTMAX_FEATURES:
         e = exp2((x - x.max(axis=1, keepdims=True)) * LOG2E)
         return e * reciprocal(e.sum(axis=1, keepdims=True))
-    if act == "relu":
-        return jnp.where(x < 0, 0.0, x)  # NaN stays
-    if act == "sigmoid":
-        return _sigmoid(x)
-    return x * _sigmoid(x) if act == "silu" else x
+    return ACTIVATIONS[act].tile(x)
 
 
-def pull(act: str, x: jax.Array | None, da: jax.Array, column: Column | None) -> jax.Array:
-    """dx, from da."""
-    if x is None or act == "none":
-        return da
-    if act == SOFTMAX_SEQUENCE:
-        assert column is not None
-        assert column.mean is not None
-        return activate(act, x, column) * (da - column.mean)
-    if act == SOFTMAX_FEATURES:
-        a = activate(act, x, None)
-        return a * (da - (a * da).sum(axis=1, keepdims=True))
-    if act == "relu":
-        return jnp.where(x > 0, da, 0.0)
-    s = _sigmoid(x)
-    if act == "sigmoid":
-        return da * s * (1 - s)
-    return s * da * (1 + x * (1 - s))  # silu
+def pull(act: str, x: Any, da: jax.Array, column: Column) -> jax.Array:
+    """dx from da; "none" does not read x."""
+    if act not in (SOFTMAX_FEATURES, SOFTMAX_SEQUENCE):
+        return ACTIVATIONS[act].pullback(x, da)
+    a = activate(act, x, column)
+    mean: jax.Array = (
+        column.mean if act == SOFTMAX_SEQUENCE else (a * da).sum(axis=1, keepdims=True)
+    )
+    return a * (da - mean)
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
     return reciprocal(1 + exp2(x * -LOG2E))
+
+
+def _pull_sigmoid(x: jax.Array, da: jax.Array) -> jax.Array:
+    s = _sigmoid(x)
+    return da * s * (1 - s)
+
+
+def _pull_silu(x: jax.Array, da: jax.Array) -> jax.Array:
+    s = _sigmoid(x)
+    return s * da * (1 + x * (1 - s))
+
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "none": Activation(lambda x: x, lambda x: x, lambda _, da: da),
+        "relu": Activation(
+            jax.nn.relu,
+            lambda x: jnp.where(x < 0, 0.0, x),  # keeps NaN
+            lambda x, da: jnp.where(x > 0, da, 0.0),
+        ),
+        "sigmoid": Activation(jax.nn.sigmoid, _sigmoid, _pull_sigmoid),
+        "silu": Activation(jax.nn.silu, lambda x: x * _sigmoid(x), _pull_silu),
+    }
+)

@@ -123,14 +123,14 @@ def prepare(
     implementation: Implementation | None = "xla",
     config: LrpeCosineConfig | None = None,
 ) -> tuple[vjp.Params, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """What `evaluate` takes for `lrpe_cosine`, or a refusal."""
+    """The arguments of `evaluate` for `lrpe_cosine`, or a refusal."""
     x, theta = checks.array("x", x), checks.array("theta", theta)
     first = refusals.offset(offset, x.shape, given=positions is not None)
     places = checks.optional_array("positions", positions)
     signatures = map(checks.signature, (x, theta, first, places))
     same = act, axis, layout, implementation, config
     facts: Any = (*signatures, "N", None, 0, *same)
-    params = refusals.params(*facts)
+    params = vjp.Params(**refusals.static(*facts))
     return params, x, theta, first, None if places is None else places[..., None]
 
 
@@ -145,14 +145,14 @@ def prepare_md(
     implementation: Implementation | None = "xla",
     config: LrpeCosineConfig | None = None,
 ) -> tuple[vjp.Params, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """What `evaluate` takes for `md_lrpe_cosine`, or a refusal."""
+    """The arguments of `evaluate` for `md_lrpe_cosine`, or a refusal."""
     x, theta = checks.array("x", x), checks.array("theta", theta)
     points, num_prefix_tokens = refusals.grid(*grid, given=positions is not None)
     places = checks.optional_array("positions", positions)
     signatures = map(checks.signature, (x, theta, None, places))
     same = act, axis, layout, implementation, config
     facts: Any = (*signatures, "N K", points, num_prefix_tokens, *same)
-    params = refusals.params(*facts)
+    params = vjp.Params(**refusals.static(*facts))
     return params, x, theta, None, places
 
 

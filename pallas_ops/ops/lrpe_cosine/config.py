@@ -1,28 +1,33 @@
-"""How big the blocks of lrpe_cosine and md_lrpe_cosine are."""
+"""Launch choices of lrpe_cosine and md_lrpe_cosine, and what follows from them: the plan."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
 
 from pallas_ops.core import checks
 from pallas_ops.core.tiles import power_of_two
-from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
+
+SOFTMAX_FEATURES, SOFTMAX_SEQUENCE = "softmax_features", "softmax_sequence"
 
 WIDEST = 4096  # features that one tile can hold
-BUNCH = 8  # tiles that a walk loads at a time
-AHEAD = 2  # the same of a walk that stores, too: no load overtakes a store
-STAGES = 3  # of such a walk: but asynchronous copies do
-SPREAD_ELEMENTS = 2**22  # of x, from which on a grid's theta is worth a copy
+WALK_TILES = 8  # tiles that one step of a walk loads together
+# A walk that also stores loads fewer tiles together, because no load is moved above a store. It
+# pipelines its loop instead: asynchronous copies are issued before earlier stores.
+STORING_WALK_TILES, STORING_WALK_STAGES = 2, 3
+SPREAD_ELEMENTS = 2**22  # of x: from this size on, a copy of an unaligned theta pays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LrpeCosineConfig:
     """Launch choices, forward and backward.
 
-    The variant `sequence` (xopes' Sp) gives a program `block_n` rows, which are tokens of one
-    head or heads of one token, whichever lie side by side, and `block_b` batch elements, which
-    share the angles. The variant `block` (Bp) gives it one head's `block_d` features and lets it
-    walk the sequence, `block_n` tokens at a time: it alone does the softmax over the sequence. In
-    `num_parts` parts, it walks for what the softmax needs of all tokens; `sequence` does the rest.
+    In the variant `sequence` (xopes' Sp) a program has `block_n` adjacent rows: tokens of one head,
+    or heads of one token, whichever are adjacent in memory. In the variant `block` (Bp) it has
+    `block_d` features of one head and walks the sequence, `block_n` tokens at a time. A softmax
+    over the sequence needs this variant. With `num_parts` above 1, programs walk one part of the
+    sequence each, only for the sums of that softmax, and `sequence` does the rest.
 
     With `cache_angles` (xopes' Tri Ca), angles are computed once, kept in memory, and read,
     also going backward.
@@ -33,7 +38,6 @@ class LrpeCosineConfig:
     variant: Literal["sequence", "block"] = "sequence"
     block_n: int = 16
     block_d: int = 128
-    block_b: int = 1
     num_parts: int = 1
     cache_angles: bool = False
     num_warps: int = 4
@@ -49,20 +53,19 @@ class LrpeCosineConfig:
                 f"LrpeCosineConfig.cache_angles is {self.cache_angles!r}; accepted: True or False"
             )
         checks.launch_choices(self, powers_of_two=("block_n", "block_d", "num_warps"))
-        unused = ["block_b"] if self.variant == "block" else ["num_parts"]
-        if self.variant == "sequence" and self.block_b == 1:
-            unused.append("num_stages")  # there is no loop
-        for name in unused:
+        if self.variant == "block":
+            return
+        for name in ("num_parts", "num_stages"):  # the variant has no loop
             if getattr(self, name) != 1:
                 raise ValueError(
                     f"LrpeCosineConfig.{name} is {getattr(self, name)}; accepted: 1, with "
-                    f"variant={self.variant!r} and block_b={self.block_b}"
+                    "variant='sequence'"
                 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """One call (per device)."""
+    """The sizes of one call on one device."""
 
     b: int
     n: int
@@ -71,9 +74,9 @@ class Sizes:
 
 
 def choose(s: Sizes, *, scattered: bool = False) -> LrpeCosineConfig:
-    """The launch for what sees one token at a time: 1,024 numbers a program, 8 a thread.
+    """The launch of kernels that see one token at a time: 1,024 elements a program, 8 a thread.
 
-    If theta's are `scattered`, loaded one by one, 512 in a single warp.
+    If theta's elements are `scattered`, that is loaded one by one: 512, in a single warp.
     """
     block_d = min(power_of_two(s.d), WIDEST)
     rows = max(1, (512 if scattered else 1024) // block_d)
@@ -85,20 +88,118 @@ def choose(s: Sizes, *, scattered: bool = False) -> LrpeCosineConfig:
 
 
 def choose_walk(s: Sizes, act: str, *, num_sms: int = 132) -> LrpeCosineConfig:
-    """The launch for what walks the sequence: a bunch of 1,024 numbers a tile, 8 a thread.
+    """The launch of kernels that walk the sequence: 1,024 elements a tile, 8 a thread.
 
-    It is cut until there are 32 programs a multiprocessor, but one walk sees all of a short one
-    for its softmax; that of the features sees all of a token's.
+    The sequence is split until there are 32 programs a multiprocessor. A short sequence is not
+    split if the softmax is over it; a softmax over the features has all features in one tile.
     """
     block_d = min(power_of_two(s.d), WIDEST if act == SOFTMAX_FEATURES else 128)
-    block_n = max(1, min(1024 // block_d, power_of_two(-(-s.n // BUNCH))))
-    bunches = -(-s.n // (BUNCH * block_n))
+    block_n = max(1, min(1024 // block_d, power_of_two(-(-s.n // WALK_TILES))))
+    steps = -(-s.n // (WALK_TILES * block_n))
     walks = s.b * s.h * -(-s.d // block_d)
-    parts = max(1, min(bunches, 32 * num_sms // walks))
+    parts = max(1, min(steps, 32 * num_sms // walks))
     return LrpeCosineConfig(
         variant="block",
         block_n=block_n,
         block_d=block_d,
-        num_parts=1 if act == SOFTMAX_SEQUENCE and bunches <= 2 else parts,
+        num_parts=1 if act == SOFTMAX_SEQUENCE and steps <= 2 else parts,
         num_warps=max(1, block_n * block_d // 256),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static values of a kernel body."""
+
+    s: Sizes
+    c: LrpeCosineConfig
+    act: str
+    precise: bool  # float32 results need exact sines; 16-bit results hide the approximation
+    shape: tuple[int, ...] | None  # of the grid; None: positions are given
+    num_prefix_tokens: int
+    heads_first: bool
+    per_batch: bool  # whether each batch element has its own offset or positions
+    num_axes: int  # of the grid, or of the positions
+    width: int  # features per axis: the columns of theta
+    walk_tiles: int = WALK_TILES
+
+    @property
+    def rows(self) -> int:
+        return self.s.n * self.s.h
+
+    @property
+    def blocks_d(self) -> int:
+        return -(-self.s.d // self.c.block_d)
+
+    @property
+    def blocks_n(self) -> int:
+        """Blocks of tokens in the sequence."""
+        return -(-self.s.n // self.c.block_n)
+
+    @property
+    def step_tiles(self) -> int:
+        """Tiles of one step of a walk."""
+        return min(self.walk_tiles, self.blocks_n)
+
+    @property
+    def steps(self) -> int:
+        """Steps of all walks along the sequence together."""
+        return -(-self.blocks_n // self.walk_tiles)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the sequence, with one walk each: the same number in all walks of a call."""
+        return min(self.c.num_parts, -(-self.blocks_n // WALK_TILES))
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether the last step of a walk extends beyond the sequence."""
+        return self.steps * self.step_tiles * self.c.block_n != self.s.n
+
+    @property
+    def rows_grid(self) -> tuple[int, ...]:
+        """One program per tile of rows and batch element."""
+        return -(-self.rows // self.c.block_n), self.blocks_d, self.s.b
+
+    @property
+    def walk_grid(self) -> tuple[int, ...]:
+        """One program per block of features, head, part of the sequence and batch element."""
+        return self.blocks_d, self.s.h, self.parts, self.s.b
+
+    def view(self, x: jax.Array) -> jax.Array:
+        """x [B, .., .., D] or the output [B, .., .., 2, D], with one axis of rows."""
+        return x.reshape(self.s.b, self.rows, *x.shape[3:])
+
+
+def plan_of(
+    x: jax.Array,
+    theta: jax.Array,
+    positions: jax.Array | None,
+    *,
+    config: LrpeCosineConfig | None,
+    heads_first: bool,
+    act: str,
+    shape: tuple[int, ...] | None,
+    **static: Any,
+) -> Plan:
+    """The plan for x or for the gradient of the output."""
+    b, first, second = x.shape[:3]
+    h, n = (first, second) if heads_first else (second, first)
+    s = Sizes(b=b, n=n, h=h, d=x.shape[-1])
+    num_axes = len(shape or ()) if positions is None else positions.shape[-1]
+    if config is None and act == SOFTMAX_SEQUENCE:
+        config = choose_walk(s, act)
+    elif config is None:
+        small = b * n * h * s.d < SPREAD_ELEMENTS
+        config = choose(s, scattered=num_axes > 1 and theta.shape[1] % 4 > 0 and small)
+    return Plan(
+        s=s,
+        c=config,
+        heads_first=heads_first,
+        act=act,
+        precise=x.dtype == jnp.float32,
+        shape=shape,
+        num_axes=num_axes,
+        width=theta.shape[1],
+        **static,
     )

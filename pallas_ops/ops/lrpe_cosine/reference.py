@@ -1,4 +1,4 @@
-"""What lrpe_cosine and md_lrpe_cosine mean, in jax.numpy: the formula, and its gradients.
+"""The definition of lrpe_cosine and md_lrpe_cosine in jax.numpy: the formula, and its gradients.
 
 Arrays are x [B, N, H, D] or, with `heads_first`, [B, H, N, D]; theta [H, E] or [1, E]; offset [1]
 or [B]; positions [N, K] or [B, N, K]. An output has an axis of cos and sin: [B, .., 2, D].
@@ -13,18 +13,11 @@ import jax.numpy as jnp
 
 from pallas_ops.core import phase
 from pallas_ops.core.partition import like
-from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
-from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig
+from pallas_ops.ops.lrpe_cosine.activation import ACTIVATIONS
+from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, LrpeCosineConfig
 
 Layout = Literal["BNHD", "BHND"]
 Act = Literal["none", "relu", "sigmoid", "silu", "softmax"]
-
-ACTS = {
-    "none": lambda x: x,
-    "relu": jax.nn.relu,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-}
 
 
 def rotate(
@@ -59,14 +52,14 @@ def _angles(
 
 
 def grid(shape: tuple[int, ...], num_prefix_tokens: int) -> jax.Array:
-    """The row-major indices of a grid's points [N, K], behind as many rows of 0 as told."""
+    """The row-major indices of a grid's points [N, K], after `num_prefix_tokens` rows of 0."""
     indices = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(len(shape)))
     points = jnp.stack([index.reshape(math.prod(shape)) for index in indices], axis=-1)
     return jnp.pad(points, ((num_prefix_tokens, 0), (0, 0)))
 
 
 def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
-    """Positions [..., N, K], of which the first tokens' are 0."""
+    """Positions [..., N, K], with those of the prefix tokens set to 0."""
     if num_prefix_tokens == 0:
         return positions
     token = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 2)
@@ -105,8 +98,7 @@ def _activated(x: jax.Array, act: str, heads_first: bool) -> jax.Array:
         return jax.nn.softmax(x, axis=3)
     if act == SOFTMAX_SEQUENCE:
         return jax.nn.softmax(x, axis=2 if heads_first else 1)
-    a: jax.Array = ACTS[act](x)
-    return a
+    return ACTIVATIONS[act].reference(x)
 
 
 def forward(
@@ -119,7 +111,7 @@ def forward(
     config: LrpeCosineConfig | None,
     **static: Any,
 ) -> tuple[jax.Array, ...]:
-    """The output, and what the kernel saves."""
+    """The output, and the same residuals as the kernel."""
     turn = _angles(x.shape[-1], theta, offset, positions, **static)
     out = _turned(x, turn, **static)
     if not save:

@@ -1,4 +1,4 @@
-"""What lrpe_cosine and md_lrpe_cosine accept."""
+"""Which arguments lrpe_cosine and md_lrpe_cosine accept."""
 
 import math
 import operator
@@ -11,16 +11,20 @@ import numpy as np
 
 from pallas_ops.core import checks
 from pallas_ops.core.dispatch import Implementation
-from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
-from pallas_ops.ops.lrpe_cosine.config import WIDEST, LrpeCosineConfig
-from pallas_ops.ops.lrpe_cosine.vjp import Params
+from pallas_ops.ops.lrpe_cosine.activation import ACTIVATIONS
+from pallas_ops.ops.lrpe_cosine.config import (
+    SOFTMAX_FEATURES,
+    SOFTMAX_SEQUENCE,
+    WIDEST,
+    LrpeCosineConfig,
+)
 
 Struct = jax.ShapeDtypeStruct
-ACTS = ("none", "relu", "sigmoid", "silu", "softmax")
+ACTS = (*ACTIVATIONS, "softmax")
 
 
 def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
-    """int32 [1] or [B], a number as NumPy's, to run nothing eagerly; None for the number 0."""
+    """int32 [1] or [B], NumPy's for a number (so nothing runs eagerly); None for the number 0."""
     if hasattr(value, "dtype") or (isinstance(value, Sequence) and not isinstance(value, str)):
         array: Any = checks.array("offset", value)
         checks.integers("offset", array)
@@ -65,7 +69,7 @@ def _is_size(x: Any) -> bool:
 
 
 @checks.cached
-def params(
+def static(
     x: Struct,
     theta: Struct,
     offset: Struct | None,
@@ -78,10 +82,10 @@ def params(
     layout: str,
     implementation: Implementation | None,
     config: LrpeCosineConfig | None,
-) -> Params:
-    """The static arguments, or a refusal; a function of what can be hashed, so it runs once.
+) -> dict[str, Any]:
+    """The fields of `vjp.Params`, or a refusal; all arguments are hashable, so it runs once.
 
-    `axes` are the form of positions that all batch elements share.
+    `axes` are those of positions that all batch elements share.
     """
     checks.implementation(implementation, config, LrpeCosineConfig)
     checks.floating("x", x)
@@ -99,7 +103,7 @@ def params(
         _check_config(config, kind, sizes["D"])
     batch_offset = offset is not None and offset.shape != (1,)
     batch_positions = positions is not None and len(positions.shape) > len(axes.split())
-    return Params(
+    return dict(
         act=kind,
         shape=None if positions is not None else shape or (sizes["N"],),
         num_prefix_tokens=num_prefix_tokens,
@@ -113,7 +117,7 @@ def params(
 def _implementation(
     implementation: Implementation | None, x: Struct, sizes: dict[str, int], act: str
 ) -> Implementation | None:
-    """The reference for what no kernel takes, else as asked."""
+    """The reference where no kernel serves, else the implementation asked for."""
     implementation = checks.kernel_or_reference(implementation, x.dtype, sizes)
     if implementation == "xla":
         return implementation

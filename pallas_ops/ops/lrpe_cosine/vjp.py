@@ -1,8 +1,8 @@
 """How lrpe_cosine differentiates.
 
-Saved: theta, and what an activation needs: x, and of the sequence's softmax a pivot and a share a
-feature, named so that `jax.checkpoint` can keep them. x is saved as well where theta's gradient is
-asked for. Both gradients are one pass over it, unless a given launch says how dx is made.
+theta is saved. x is saved for an activation, and for the gradient of theta. A softmax over the
+sequence saves its pivot and share per feature too, under a name by which `jax.checkpoint` can keep
+them. Both gradients are one pass over x; with a given config, which applies to dx, they are two.
 """
 
 import dataclasses
@@ -17,10 +17,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import TypeOf, call, like
-from pallas_ops.ops.lrpe_cosine import kernel, kernel_theta
+from pallas_ops.ops.lrpe_cosine import kernel
 from pallas_ops.ops.lrpe_cosine import reference as meaning
-from pallas_ops.ops.lrpe_cosine.activation import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
-from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig
+from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, LrpeCosineConfig
 
 RESIDUALS = "pallas_ops.lrpe_cosine"
 
@@ -39,7 +38,7 @@ class Params:
 
     @property
     def static(self) -> dict[str, Any]:
-        """Those of the kernels."""
+        """The static arguments of the kernels."""
         names = (field.name for field in dataclasses.fields(self))
         return {name: getattr(self, name) for name in names if name != "implementation"}
 
@@ -99,7 +98,7 @@ def ops(
     dtheta, gradients = (
         describe(
             name=f"lrpe_cosine_{name}",
-            kernel=partial(kernel_theta.gradients, with_x=len(results) == 2),
+            kernel=partial(kernel.gradients, with_x=len(results) == 2),
             reference=partial(meaning.gradients, with_x=len(results) == 2),
             operands=(x, out, *where, column, column),
             results=results,
@@ -152,20 +151,20 @@ def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
     x, *where = operands
     needs_x = (p.act != "none" and x_moves) or theta_moves or positions_move
     kept = x if needs_x else jnp.zeros(0, x.dtype)
-    # What moves is said by a shape. The residuals' tree must not: JAX, which traces this once for
-    # each set of moving operands of a jitted function, remembers only the last one's.
-    said = jnp.zeros((0, *map(int, moves)))
-    return out, (TypeOf(x), kept, where, columns, cached, said)
+    # The shape of a residual records which operands move. The tree of the residuals must not depend
+    # on them: JAX traces this rule once per set of moving operands, and keeps only the last tree.
+    moving = jnp.zeros((0, *map(int, moves)))
+    return out, (TypeOf(x), kept, where, columns, cached, moving)
 
 
 def _moves(primals: Any) -> tuple[bool, ...]:
-    """Which operands have a gradient asked for."""
+    """Which operands need a gradient."""
     return tuple(y is not None and y.perturbed for y in primals)
 
 
 def _backward(p: Params, saved, dout):  # type: ignore[no-untyped-def]
-    of_x, x, where, columns, cached, said = saved
-    x_moves, theta_moves, _, positions_move = said.shape[1:]
+    of_x, x, where, columns, cached, moving = saved
+    x_moves, theta_moves, _, positions_move = moving.shape[1:]
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
     shape = (*dout.shape[:3], dout.shape[4])

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core.matmul import dot
-from pallas_ops.core.tiles import Ref, span
+from pallas_ops.core.tiles import Ref, span, split_evenly
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, tile
 
 
@@ -170,9 +170,7 @@ def key_range(plan: Plan, length_ref: Ref | None) -> tuple[jax.Array | int, jax.
 
 def part(i: jax.Array, parts: int, blocks: jax.Array | int) -> tuple[Any, Any]:
     """The i-th of `parts` even parts of `blocks`: first, and one past the last."""
-    if parts == 1:
-        return 0, blocks
-    return i * blocks // parts, (i + 1) * blocks // parts
+    return (0, blocks) if parts == 1 else split_evenly(blocks, parts, i)
 
 
 def scores(
