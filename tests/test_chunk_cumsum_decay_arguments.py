@@ -14,8 +14,9 @@ import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
 from pallas_ops.core import checks, launch
 from pallas_ops.core.tiles import whole
-from pallas_ops.ops.chunk_cumsum_decay.config import Sizes, choose
+from pallas_ops.ops.chunk_cumsum_decay.config import choose
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan
+from pallas_ops.scan.view import Sizes, View
 from tests import h200
 from tests.chunk_cumsum_decay import Rng, arguments, pulled, truth
 from tests.support import assert_close, case
@@ -112,23 +113,23 @@ def test_config_refuses(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 3, 100, 128, 5000])
 @pytest.mark.parametrize("b", [1, 16])
 def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
-    s = Sizes(b=b, n=32768, c=c, chunks=-(-32768 // chunk_size), chunk_size=chunk_size, itemsize=2)
+    s = Sizes(b=b, n=32768, c=c, size=chunk_size, count=-(-32768 // chunk_size), itemsize=2)
     config = choose(s)
     elements = config.block_n * config.block_c * config.num_chunks
     assert elements <= 128 * 32 * config.num_warps
-    programs = -(-c // config.block_c) * -(-b * s.chunks // config.num_chunks)
+    programs = -(-c // config.block_c) * -(-b * s.count // config.num_chunks)
     assert config.num_chunks == 1 or programs >= 32 * 132
 
 
 def test_few_programs_sum_a_chunk_in_parts() -> None:
     for b, n, c, parts in ((1, 131072, 16, 264), (1, 131072, 2048, 16), (8, 4096, 16, 32)):
-        s = Sizes(b=b, n=n, c=c, chunks=1, chunk_size=n, itemsize=2)
+        s = Sizes(b=b, n=n, c=c, size=n, count=1, itemsize=2)
         assert choose(s).num_parts == parts
-        assert choose(dataclasses.replace(s, chunks=2)).num_parts == 1
+        assert choose(dataclasses.replace(s, count=2)).num_parts == 1
 
 
 def test_few_tall_chunks_are_one_tile_each() -> None:
-    s = Sizes(b=1, n=4096, c=16, chunks=4, chunk_size=1000, itemsize=2)
+    s = Sizes(b=1, n=4096, c=16, size=1000, count=4, itemsize=2)
     few, many = choose(s), choose(dataclasses.replace(s, b=64))
     assert (few.block_n, few.block_c) == (1024, 1)
     assert many.block_n < 1000 < many.block_n * 16
@@ -178,9 +179,10 @@ def test_offsets_beyond_two_to_the_31() -> None:
 def test_counts_to_two_to_the_31() -> None:
     """A chunk that would end beyond it ends with the axis."""
     n, chunk_size = checks.LONGEST, 2**30
-    s = Sizes(b=1, n=n, c=1, chunks=2, chunk_size=chunk_size, itemsize=2)
-    statics: dict[str, Any] = dict(packed=False, reverse=False, shift=None, late=False, scale=None)
-    plan = Plan(s, ChunkCumsumDecayConfig(block_n=128, num_chunks=2), **statics)
+    s = Sizes(b=1, n=n, c=1, size=chunk_size, count=2, itemsize=2)
+    view = View(s=s, reverse=False, block_n=128, block_c=1, num_ranges=2, num_steps=1)
+    config = ChunkCumsumDecayConfig(block_n=128, num_chunks=2)
+    plan = Plan(view=view, c=config, shift=None, late=False, scale=None)
 
     def kernel(stop_ref: Any) -> None:
         stop_ref[...] = Chunks(plan, None).stop.reshape(2)
@@ -190,7 +192,7 @@ def test_counts_to_two_to_the_31() -> None:
         (stop,) = launch.launch(
             kernel,
             name="stops",
-            grid=plan.grid,
+            grid=view.grid,
             in_specs=[],
             out_specs=[whole(stops)],
             out_shape=[stops],

@@ -34,9 +34,7 @@ def program(body: str, num_threads: int = 64) -> ptx.Program:
 }}""")
 
 
-def run(
-    body: str, x: Any, grid: tuple[int, ...] = (1, 1, 1), size: int = 64
-) -> Any:
+def run(body: str, x: Any, grid: tuple[int, ...] = (1, 1, 1), size: int = 64) -> Any:
     """y, as int32, of an x of int32."""
     y, traffic = jax.ShapeDtypeStruct((size,), INT32), collections.Counter[str]()
     (out,) = ptx.run(program(body), grid, [np.asarray(x, INT32)], [y], traffic)

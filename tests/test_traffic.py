@@ -61,8 +61,8 @@ def scan(last: bool) -> Callable[..., jax.Array]:
 
 def decay(columns: int, **options: Any) -> Callable[..., jax.Array]:
     """With the launch of [16, 32768, columns]."""
-    sizes = chunk_cumsum_decay.Sizes(
-        b=16 if columns > 1 else 2**15, n=32768, c=columns, chunks=256, chunk_size=128, itemsize=2
+    sizes = Sizes(
+        b=16 if columns > 1 else 2**15, n=32768, c=columns, size=128, count=256, itemsize=2
     )
     config = chunk_cumsum_decay.choose(sizes)
     run = partial(pallas_ops.chunk_cumsum_decay, chunk_size=128, axis=1)

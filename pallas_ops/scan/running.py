@@ -17,24 +17,32 @@ STEPS, GROUPS = 0, 2  # axes of a tile
 
 
 def running_sums(
-    x: jax.Array, start: jax.Array, *, reverse: bool = False
+    x: jax.Array, start: jax.Array | None, *, reverse: bool = False, exclusive: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Inclusive sums of x from `start`, and the total of x, both [ranges, columns]."""
+    """Sums of x from `start` on, and the total of x, both [ranges, columns].
+
+    Each sum includes its own position, or with `exclusive` (of one step a group) does not.
+    """
     totals = x.sum(axis=STEPS)
-    before = per_range(start)
-    if x.shape[STEPS] == 1:
+    before = None if start is None else per_range(start)
+    if exclusive:
+        sums = sums_before(x, axis=GROUPS, reverse=reverse)
+    elif x.shape[STEPS] == 1:
         sums = _inclusive(x, GROUPS, reverse)
     else:
         sums = _inclusive(x, STEPS, reverse)
         if x.shape[GROUPS] > 1:
-            before = before + sums_before(totals, reverse=reverse)[None]
-    return before + sums, totals.sum(axis=GROUPS - 1)
+            before = plus(before, sums_before(totals, axis=GROUPS - 1, reverse=reverse)[None])
+    return plus(before, sums), totals.sum(axis=GROUPS - 1)
 
 
-def sums_before(totals: jax.Array, *, reverse: bool = False) -> jax.Array:
-    """For each group [ranges, groups, columns] the sum of the groups that the scan met before."""
-    zeros = jnp.zeros_like(totals)
-    return scan(_exclusive, (zeros, totals), axis=GROUPS - 1, reverse=reverse)[0]
+def plus(start: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if start is None else start + x
+
+
+def sums_before(x: jax.Array, *, axis: int, reverse: bool = False) -> jax.Array:
+    """For each group the sum of the groups that the scan met before."""
+    return scan(_exclusive, (jnp.zeros_like(x), x), axis=axis, reverse=reverse)[0]
 
 
 def _inclusive(x: jax.Array, axis: int, reverse: bool) -> jax.Array:

@@ -26,18 +26,22 @@ class Ranges:
         count = jnp.full_like(slot, s.count)
         self.number = lax.rem(slot, count)
         self.row = pl.program_id(2) * view.rows + lax.div(slot, count)
-        before = self.number * s.size
-        size = jnp.full_like(slot, s.size)
-        if s.n % s.size:  # compare what is left: before + size may be beyond int32
-            size = jnp.minimum(size, s.n - before)
-        self.start = s.n - before - size if view.reverse else before
-        self.stop = self.start + size
+        self.start, self.stop = self.bounds()
         self.there = None
         if not view.all_slots:  # a slot without a range has one of no positions
             self.there = (slot < view.rows * s.count) & (self.row < s.b)
             self.stop = jnp.where(self.there, self.stop, self.start)
         self.column = (pl.program_id(0) * view.block_c + span(view.block_c))[None, :]
         self.inside = self.column < s.c if s.c % view.block_c else None
+
+    def bounds(self) -> tuple[jax.Array, jax.Array]:
+        """Start and stop: the axis from one of its ends on, in ranges of one size."""
+        s, before = self.view.s, self.number * self.view.s.size
+        size = jnp.full_like(before, s.size)
+        if s.n % s.size:  # compare what is left: before + size may be beyond int32
+            size = jnp.minimum(size, s.n - before)
+        start = s.n - before - size if self.view.from_end else before
+        return start, start + size
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,13 +65,15 @@ class Ranges:
         """Index and mask, both of one shape: [ranges, columns], or a tile's."""
         if isinstance(position, int):
             position = jnp.full_like(self.number, position)
-        parts = [self.row, self.column, self.there, self.inside]
-        if position.ndim == 4:
+        parts = [self.row, self.column, self.inside]
+        if position.ndim == 4:  # the mask of a tile leaves slots without a range out
             parts = [x if x is None else per_range(x) for x in parts]
-        row, column, there, inside = parts
+        else:
+            mask = both(mask, self.there)
+        row, column, inside = parts
         assert row is not None
         assert column is not None
-        mask = both(mask, both(there, inside))
+        mask = both(mask, inside)
         shape = jnp.broadcast_shapes(position.shape, row.shape, column.shape)
         if mask is not None:
             mask = jnp.broadcast_to(mask, shape)

@@ -1,8 +1,7 @@
 """Any array as [rows, axis, columns], cut into ranges along the axis, and what one program covers.
 
-A range is a chunk of `chunk_cumsum_decay`, a segment of a long axis, or the whole axis. Ranges are
-numbered as the scan meets them. A program scans `num_ranges` of them in `block_c` columns, one tile
-of `block_n` positions after the other.
+A range is a chunk of `chunk_cumsum_decay`, a segment of a long axis, or the whole axis. A program
+scans `num_ranges` of them in `block_c` columns, one tile of `block_n` positions after the other.
 
 A tile is an array [steps, ranges, groups, columns]. Position group * steps + step of a tile,
 counted in the direction of the scan, lies in a lane that holds all steps of its group: a scan along
@@ -51,6 +50,8 @@ class View:
     block_c: int
     num_ranges: int
     num_steps: int
+    from_end: bool = False  # ranges are counted from the end of the axis
+    packed: bool = False  # ranges begin and end anywhere
 
     @property
     def rows(self) -> int:
@@ -86,7 +87,8 @@ class View:
     def full(self) -> bool:
         """Whether no tile needs a mask for its positions."""
         s = self.s
-        return s.n % s.size == 0 and s.size % self.block_n == 0 and self.all_slots
+        even = s.n % s.size == 0 and s.size % self.block_n == 0
+        return even and self.all_slots and not self.packed
 
     def spec(self, size: int) -> pl.BlockSpec:
         """All of an array [b, size, c], for every program."""

@@ -4,6 +4,7 @@ import dataclasses
 
 from pallas_ops.core import checks
 from pallas_ops.core.tiles import power_of_two
+from pallas_ops.scan.view import MAX_VECTOR, Sizes
 
 LINE_BYTES = 256  # of columns side by side: half as many cost a third of the speed
 TILE_BYTES = 4096  # of a warp's tile with columns
@@ -43,35 +44,23 @@ class ChunkCumsumDecayConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """One call (per device): an array [b, n, c], each of whose rows has `chunks` chunks."""
-
-    b: int
-    n: int
-    c: int
-    chunks: int
-    chunk_size: int
-    itemsize: int
-
-    @property
-    def vector(self) -> int:
-        """Numbers that a lane can load at once."""
-        most = 16 // self.itemsize
-        return most if self.c == 1 else min(most, self.c & -self.c)
-
-
 def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
     """In parts where one chunk is all of the axis; of few columns, a tall chunk is one tile."""
     block_c, most = _usual(s)
-    if 1 < s.c <= NARROW and most < s.chunk_size <= TALL and s.b * s.chunks * s.c <= 4 * num_sms:
+    if 1 < s.c <= NARROW and most < s.size <= TALL and s.b * s.count * s.c <= 4 * num_sms:
         # Too few programs to hide a load's latency: each column's chunk is loaded at once.
-        return ChunkCumsumDecayConfig(block_n=power_of_two(s.chunk_size), num_warps=MAX_WARPS)
+        return ChunkCumsumDecayConfig(block_n=power_of_two(s.size), num_warps=MAX_WARPS)
     num_parts = min(2 * num_sms // (s.b * -(-s.c // block_c)), -(-s.n // most))
-    if s.chunks > 1 or num_parts < LEAST_PARTS:
+    if s.count > 1 or num_parts < LEAST_PARTS:
         return _choose_tiles(s, num_sms)
-    part = dataclasses.replace(s, chunk_size=-(-s.n // num_parts), chunks=num_parts)
+    part = dataclasses.replace(s, size=-(-s.n // num_parts), count=num_parts)
     return dataclasses.replace(_choose_tiles(part, num_sms), num_parts=num_parts)
+
+
+def _vector(s: Sizes) -> int:
+    """Numbers that a lane can load at once."""
+    most = MAX_VECTOR // s.itemsize
+    return most if s.c == 1 else min(most, s.c & -s.c)
 
 
 def _usual(s: Sizes) -> tuple[int, int]:
@@ -83,21 +72,19 @@ def _usual(s: Sizes) -> tuple[int, int]:
 def _choose_tiles(s: Sizes, num_sms: int) -> ChunkCumsumDecayConfig:
     """Whole lines of memory, loads that run ahead, and more warps where the array is small."""
     block_c, most = _usual(s)
-    block_n = min(power_of_two(s.chunk_size), MAX_WARPS * most if s.c == 1 else most)
+    block_n = min(power_of_two(s.size), MAX_WARPS * most if s.c == 1 else most)
     if s.c > NARROW and block_n == 64:
-        block_n = min(
-            block_n, power_of_two(s.chunk_size) // 2
-        )  # two tiles: the second's load waits
+        block_n = min(block_n, power_of_two(s.size) // 2)  # two tiles: the second's load waits
     per_warp = ROW_ELEMENTS if s.c == 1 else TILE_BYTES // s.itemsize
-    num_chunks = max(1, min(per_warp // (block_n * block_c), power_of_two(s.b * s.chunks)))
-    programs = -(-s.c // block_c) * -(-s.b * s.chunks // num_chunks)
+    num_chunks = max(1, min(per_warp // (block_n * block_c), power_of_two(s.b * s.count)))
+    programs = -(-s.c // block_c) * -(-s.b * s.count // num_chunks)
     while num_chunks > 1 and programs < 32 * num_sms:
         num_chunks //= 2
         programs *= 2
     elements = block_n * num_chunks * block_c
     num_warps = max(1, elements // per_warp)
     while num_warps < MAX_WARPS and programs * num_warps < 3 * num_sms:
-        if elements // (32 * num_warps) <= 2 * s.vector:
+        if elements // (32 * num_warps) <= 2 * _vector(s):
             break
         num_warps *= 2
     if s.c <= NARROW:
@@ -110,5 +97,5 @@ def _choose_tiles(s: Sizes, num_sms: int) -> ChunkCumsumDecayConfig:
         num_chunks=num_chunks,
         num_steps=min(block_n, num_steps),
         num_warps=num_warps,
-        num_stages=1 if s.chunk_size <= block_n else 3,
+        num_stages=1 if s.size <= block_n else 3,
     )

@@ -9,17 +9,11 @@ from jax import lax
 
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, whole
-from pallas_ops.core.triton_ext import pipelined, scan
+from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.chunk_cumsum_decay import parts
-from pallas_ops.ops.chunk_cumsum_decay.tiles import (
-    Chunks,
-    Plan,
-    Tile,
-    load_edges,
-    plan_of,
-    store_edges,
-    table_of,
-)
+from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan, plan_of, table_of
+from pallas_ops.scan.running import plus, running_sums
+from pallas_ops.scan.tile import Tile
 
 
 def run(
@@ -27,7 +21,8 @@ def run(
 ) -> tuple[jax.Array]:
     """The sums, like x but of `dtype`."""
     plan = plan_of(x, cu_seqlens, **statics)
-    view = x.reshape(plan.s.b, plan.s.n, plan.s.c)
+    s = plan.view.s
+    view = x.reshape(s.b, s.n, s.c)
     table = carry = None
     if cu_seqlens is not None:
         table = table_of(plan, cu_seqlens)
@@ -40,7 +35,7 @@ def run(
         table,
         carry,
         name=name,
-        grid=plan.grid,
+        grid=plan.view.grid,
         in_specs=[None if y is None else whole(y) for y in (view, table, carry)],
         out_specs=[whole(view)],
         out_shape=[jax.ShapeDtypeStruct(view.shape, dtype)],
@@ -57,51 +52,23 @@ def _kernel(
     *,
     plan: Plan,
 ) -> None:
-    chunks = Chunks(plan, table_ref)
-    tiles = chunks.tiles
+    chunks, view = Chunks(plan, table_ref), plan.view
 
-    def step(t: Any, before: jax.Array | None) -> jax.Array:  # [1, chunks, 1, columns]
-        tile = Tile(chunks, tiles - 1 - t if plan.backward and plan.tiles > 1 else t)
-        x = tile.load(x_ref)
-        tile.store(out_ref, plus(before, running_sum(x, plan)))
-        return plus(before, x.sum(axis=0, keepdims=True).sum(axis=2, keepdims=True))
+    def step(t: Any, before: jax.Array | None) -> jax.Array:  # [chunks, columns]
+        tile = Tile(chunks, t * view.block_n, view.block_n, view.num_steps)
+        x = chunks.load_tile(tile, x_ref)
+        sums, total = running_sums(x, before, reverse=view.mirrored, exclusive=plan.exclusive)
+        chunks.store_tile(tile, out_ref, sums)
+        return plus(before, total)
 
-    before = load_edges(chunks, x_ref)
+    before = chunks.load_edges(x_ref)
     if carry_ref is not None:
-        before = plus(before, parts.load_carries(chunks, carry_ref))
-    if plan.tiles == 1:
+        before = plus(before, chunks.load(carry_ref, chunks.number))
+    if view.tiles == 1:
         step(0, before)
     else:
-        before = plus(before, jnp.zeros((1, plan.c.num_chunks, 1, plan.c.block_c)))
-        lax.fori_loop(0, tiles, lambda t, y: step(pipelined(t, plan.c.num_stages), y), before)
+        before = plus(before, jnp.zeros(chunks.shape, jnp.float32))
+        loop = lambda t, y: step(pipelined(t, plan.c.num_stages), y)  # noqa: E731
+        lax.fori_loop(0, chunks.tiles, loop, before)
     if plan.late:
-        store_edges(chunks, out_ref)
-
-
-def plus(before: jax.Array | None, x: jax.Array) -> jax.Array:
-    return x if before is None else before + x
-
-
-def running_sum(x: jax.Array, plan: Plan) -> jax.Array:
-    """Running sums along a tile's positions."""
-    if plan.exclusive:
-        return scan(_exclusive, (jnp.zeros_like(x), x), axis=2, reverse=plan.backward)[0]
-    if plan.backward:
-        return scan(_add, (x,), axis=2, reverse=True)[0]
-    if x.shape[0] == 1:
-        return jnp.cumsum(x, axis=2)
-    inner = jnp.cumsum(x, axis=0)
-    if x.shape[2] == 1:
-        return inner
-    totals = x.sum(axis=0)
-    before, _ = scan(_exclusive, (jnp.zeros_like(totals), totals), axis=1)
-    return before[None] + inner
-
-
-def _add(before: Any, after: Any) -> Any:
-    return (before[0] + after[0],)
-
-
-def _exclusive(before: Any, after: Any) -> Any:
-    """The sum of all but the last, and of all; a difference of sums would not be exact."""
-    return before[1] + after[0], before[1] + after[1]
+        chunks.store_edges(out_ref)

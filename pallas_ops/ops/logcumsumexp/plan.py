@@ -102,6 +102,7 @@ def plan_of(
     view = View(
         s=s.split(c.num_segments, c.block_n),
         reverse=reverse,
+        from_end=reverse,
         block_n=c.block_n,
         block_c=1 if s.c == 1 else c.block_c,
         num_ranges=c.block_c if s.c == 1 else 1,
