@@ -54,22 +54,10 @@ def test_denormal_numbers_are_kept() -> None:
     np.testing.assert_array_equal(run(lambda x: x + x, x), 2 * to_float64(x))
 
 
-def test_bfloat16_is_widened_exactly(rng: Rng) -> None:
-    x = np.copysign(spread(rng), rng.standard_normal(1024))
-    x[:6] = 0, -0.0, np.inf, -np.inf, np.nan, 2.0**-133
-    x = to_float64(jnp.asarray(x, jnp.bfloat16))
-    np.testing.assert_array_equal(run(lambda x: fastmath.widened(x.astype(jnp.bfloat16)), x), x)
-
-
-def test_larger_of_bfloat16_drops_nan(rng: Rng) -> None:
-    x, y = (to_float64(jnp.asarray(rng.standard_normal(1024), jnp.bfloat16)) for _ in range(2))
-    x[:4], y[:4] = (np.nan, 1, np.inf, -np.inf), (1, np.nan, np.nan, -2)
-
-    def larger(x: jax.Array, y: jax.Array) -> jax.Array:
-        x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
-        return fastmath.larger(x, y).astype(jnp.float32)
-
-    np.testing.assert_array_equal(run(larger, x, y), np.fmax(x, y))
+def test_larger_drops_nan(rng: Rng) -> None:
+    x = rng.standard_normal(1024).astype(np.float32)
+    x[:3] = np.nan, np.inf, -np.inf
+    np.testing.assert_array_equal(run(lambda x: fastmath.larger(x, 0.5), x), np.fmax(x, 0.5))
 
 
 def test_exp2_is_within_2_ulp(rng: Rng) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import struct
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,33 +30,9 @@ def settled(x: jax.Array) -> jax.Array:
     return x if launch.is_interpreted() else _ptx("mov.b32", x)
 
 
-def widened(x: jax.Array) -> jax.Array:
-    """x in float32, exactly; an even number of bfloat16 takes an instruction each, not 1.5."""
-    if launch.is_interpreted() or x.dtype != jnp.bfloat16:
-        return x.astype(jnp.float32)
-    halves = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-    return _in_pairs(halves, "=&r,=r,r", x, dtype=jnp.float32)
-
-
-def larger(x: jax.Array, y: Operand) -> jax.Array:
-    """Without NaN, unless both are; of an even number of bfloat16 two at once."""
-    if launch.is_interpreted():
-        return jnp.fmax(x, y)
-    if not isinstance(y, jax.Array) or x.dtype != jnp.bfloat16:
-        return jnp.maximum(x, y)
-    return _in_pairs("max.bf16x2 $0, $1, $2;", "=r,r,r", x, y, dtype=x.dtype)
-
-
-def _in_pairs(text: str, constraints: str, *args: jax.Array, dtype: Any) -> jax.Array:
-    """Instructions of two numbers of 16 bits, which share a register."""
-    (result,) = plgpu.elementwise_inline_asm(
-        text,
-        args=args,
-        constraints=constraints,
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
-    )
-    return result
+def larger(x: jax.Array, y: float) -> jax.Array:
+    """The maximum, without NaN, which a GPU's drops."""
+    return jnp.fmax(x, y) if launch.is_interpreted() else jnp.maximum(x, y)
 
 
 def frequency(theta: jax.Array) -> tuple[jax.Array, jax.Array]:

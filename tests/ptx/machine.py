@@ -112,7 +112,7 @@ class Machine:
                 if i.opcode in ("bra", "bra.uni"):
                     target, at = self.program.labels[i.operands[0]], self.group.at
                     waiting += self._branch(target)
-                    if self.group.at <= at:  # round a loop, maybe one that waits for others
+                    if self.group.at <= at:  # round a loop: the turn of the others
                         waiting.insert(0, self.group)
                         self.group = waiting.pop()
                 elif i.opcode == "ret":
