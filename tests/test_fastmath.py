@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_ops.core import fastmath, launch, phase
+from pallas_ops.core import fastmath, launch
+from pallas_ops.ops.lrpe_cosine import phase, trigonometry
 from tests import h200
 from tests.support import EPS32, kernel_implementation, to_float64
 
@@ -102,15 +103,15 @@ def test_angles_are_right_at_any_position(rng: Rng) -> None:
     position, theta, angle = angles(rng)
 
     def sincos(which: int, position: jax.Array, theta: jax.Array) -> jax.Array:
-        turn = fastmath.remainder(position, *fastmath.frequency(theta))
-        return fastmath.sincos(turn)[which]
+        turn = trigonometry.remainder(position, *trigonometry.frequency(theta))
+        return trigonometry.sincos(turn)[which]
 
     for which, want in enumerate((np.sin(angle), np.cos(angle))):
         got = run(partial(sincos, which), position, theta)
         np.testing.assert_allclose(got, want, rtol=0, atol=4e-6)
 
 
-@pytest.mark.parametrize("sincos", [fastmath.sincos, fastmath.precise_sincos])
+@pytest.mark.parametrize("sincos", [trigonometry.sincos, trigonometry.precise_sincos])
 def test_the_instructions_for_angles_are_right(
     rng: Rng, monkeypatch: pytest.MonkeyPatch, sincos: Any
 ) -> None:
@@ -123,9 +124,12 @@ def test_the_instructions_for_angles_are_right(
         of["fma"] = lambda x, y, z: x * y + z
         return jnp.asarray(of[kind](*wide).astype(np.float32))
 
-    monkeypatch.setattr(fastmath, "_ptx", emulated)
+    for module in (fastmath, trigonometry):
+        monkeypatch.setattr(module, "ptx", emulated)
     position, theta, angle = angles(rng)
-    turn = fastmath.remainder(jnp.asarray(position), *fastmath.frequency(jnp.asarray(theta)))
+    turn = trigonometry.remainder(
+        jnp.asarray(position), *trigonometry.frequency(jnp.asarray(theta))
+    )
     assert jnp.abs(turn).max() <= 2
     assert jnp.abs(turn[np.abs(angle) < 2 * np.pi * 1000]).max() <= 1
     for got, want in zip(sincos(turn), (np.sin(angle), np.cos(angle)), strict=True):
@@ -136,7 +140,7 @@ def test_precise_sincos(rng: Rng) -> None:
     turn = rng.uniform(-2, 2, 1024).astype(np.float32)
     angle = 2 * np.pi * turn.astype(np.float64)
     for which, want in enumerate((np.sin(angle), np.cos(angle))):
-        got = run(lambda turn, which=which: fastmath.precise_sincos(turn)[which], turn)
+        got = run(lambda turn, which=which: trigonometry.precise_sincos(turn)[which], turn)
         np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-23)
 
 
@@ -188,8 +192,8 @@ def test_rounding_by_a_sum_is_left_alone() -> None:
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
 
     def turns(x: jax.Array) -> jax.Array:
-        return fastmath.remainder(x, x, x)
+        return trigonometry.remainder(x, x, x)
 
-    for fn in (turns, lambda x: fastmath.precise_sincos(x)[0]):
+    for fn in (turns, lambda x: trigonometry.precise_sincos(x)[0]):
         program = h200.compile_for_h200(partial(mapped, fn), x)
         assert len(re.findall(r"(add|sub)\.(rn\.)?f32", program.ptx[0])) == 32

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_ops.core import launch
-from pallas_ops.core.matmul import dot
+from pallas_ops.ops.tpa_decode.matmul import dot
 from tests.support import random_array
 
 PIECES = [(jnp.bfloat16, 2, 2.0**-16), (jnp.bfloat16, 3, 0.0), (jnp.float16, 3, 0.0)]

@@ -35,6 +35,7 @@ from pallas_ops.ops.logcumsumexp.state import (
 from pallas_ops.scan.running import GROUPS, STEPS, running_sums
 from pallas_ops.scan.segments import Pair, join, sums_before
 from pallas_ops.scan.tile import Ranges, Tile, per_range
+from pallas_ops.scan.view import MAX_VECTOR
 
 
 def forward(
@@ -100,8 +101,8 @@ def _totals_kernel(
 ) -> None:
     """Lanes sum what they have loaded, and are joined at the end."""
     ranges, view = Ranges(plan.view), plan.view
-    vector = plan.c.block_n * plan.c.block_c // (32 * plan.c.num_warps) // 8
-    steps = max(1, vector) if view.s.c > 1 else view.num_steps
+    vector = min(view.block_c, MAX_VECTOR // view.s.itemsize)  # columns that a lane loads at once
+    steps = view.num_steps if view.s.c == 1 else max(1, view.num_steps // vector)
 
     def step(t: Any, state: State) -> State:
         tile = Tile(ranges, t * plan.c.block_n, plan.c.block_n, steps, dealt=False)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_ops.core import fastmath
 from pallas_ops.core.fastmath import LOG2E, exp2, multiply_add
 from pallas_ops.core.tiles import Ref, split_evenly
 from pallas_ops.core.triton_ext import pipelined
+from pallas_ops.ops.lrpe_cosine import trigonometry
 from pallas_ops.ops.lrpe_cosine.activation import Column, activate, pull
 from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_SEQUENCE, STORING_WALK_TILES, Plan
 from pallas_ops.ops.lrpe_cosine.tiles import (
@@ -138,7 +138,7 @@ class Walk:
         if cached is not None:
             return angles
         rate = angles.rate(tokens_tile(self.plan, 0, self.head, self.block))
-        return dataclasses.replace(angles, frequency=fastmath.frequency(rate))
+        return dataclasses.replace(angles, frequency=trigonometry.frequency(rate))
 
     def column(self, *refs: Ref | None) -> Column:
         """The values of this program's features, from arrays [B, H, D]."""

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_ops.core import phase
 from pallas_ops.core.partition import like
+from pallas_ops.ops.lrpe_cosine import phase
 from pallas_ops.ops.lrpe_cosine.activation import ACTIVATIONS
 from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, LrpeCosineConfig
 

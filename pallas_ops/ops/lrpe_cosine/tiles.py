@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_ops.core import fastmath
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, both, span, whole
+from pallas_ops.ops.lrpe_cosine import trigonometry
 from pallas_ops.ops.lrpe_cosine.config import SPREAD_ELEMENTS, Plan
 
 Operands = Sequence[jax.Array | None]
@@ -144,15 +144,15 @@ class Angles:
         self, tile: Tile, b: Any, position: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """sin and cos [rows, features]."""
-        of = fastmath.precise_sincos if self.plan.precise else fastmath.sincos
+        of = trigonometry.precise_sincos if self.plan.precise else trigonometry.sincos
         return of(self.turns(tile, b, position))
 
     def turns(self, tile: Tile, b: Any, position: jax.Array | None = None) -> jax.Array:
         if self.cached is not None:
             return load_at(self.cached, self.cached_index(tile, b), tile.mask)
         position = self.position(tile, b) if position is None else position
-        frequency = self.frequency or fastmath.frequency(self.rate(tile))
-        return jnp.broadcast_to(fastmath.remainder(position, *frequency), tile.shape)
+        frequency = self.frequency or trigonometry.frequency(self.rate(tile))
+        return jnp.broadcast_to(trigonometry.remainder(position, *frequency), tile.shape)
 
     def cached_index(self, tile: Tile, b: Any) -> tuple[Any, ...]:
         batch = (b,) if self.plan.per_batch else ()

@@ -62,7 +62,7 @@ class Sizes:
     def operand_bytes(self) -> tuple[int, int]:
         """Bytes of a number in a product with its own dtype, and in one with float32.
 
-        Products of TF32 take two float32, the number and its rest (see `core.matmul`).
+        Products of TF32 take two float32, the number and its rest (see `matmul`).
         """
         own = 8 if self.dtype == "float32" or self.wide_queries else 2
         return own, 2 if self.dtype == "bfloat16" and not self.wide_queries else 8

@@ -2,7 +2,7 @@
 
 A program holds rows (queries x heads) and streams keys. Scores are taken rank first:
 q k^T = aq (bq bk^T). The long product has the input dtype on both sides, so it is exact, and needs
-a tile of R rows instead of H; the short product with aq keeps all of float32 (see `core.matmul`),
+a tile of R rows instead of H; the short product with aq keeps all of float32 (see `matmul`),
 for the log-sum-exp is not rounded to 16 bits. Beyond the length scores are hidden, and so need not
 be what they are made of.
 """
@@ -17,9 +17,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.matmul import dot
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose, tile
+from pallas_ops.ops.tpa_decode.matmul import dot
 from pallas_ops.ops.tpa_decode.tiles import (
     Keys,
     Plan,

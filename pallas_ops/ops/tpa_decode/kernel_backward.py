@@ -16,9 +16,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.matmul import dot
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.matmul import dot
 from pallas_ops.ops.tpa_decode.tiles import (
     Keys,
     Plan,

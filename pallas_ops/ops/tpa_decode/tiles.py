@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_ops.core.matmul import dot
 from pallas_ops.core.tiles import Ref, span, split_evenly
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, tile
+from pallas_ops.ops.tpa_decode.matmul import dot
 
 
 @dataclasses.dataclass(frozen=True)
