@@ -44,7 +44,7 @@ class TestedOp:
     gradient_kernels: tuple[str, ...]  # and of the backward pass
     residuals: str | None  # what `jax.checkpoint` can keep, if anything is saved
     split: tuple[str, ...]  # axes that stay sharded
-    whole: tuple[str, ...]  # axes that are gathered
+    unsharded: tuple[str, ...]  # axes that are gathered
 
     @property
     def num_floating(self) -> int:
@@ -76,7 +76,7 @@ class TestedOp:
 
     def even_arguments(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
         """All operands, of sizes that can be split over eight devices."""
-        return self.arguments(rng, **dict.fromkeys(self.split + self.whole, 8))
+        return self.arguments(rng, **dict.fromkeys(self.split + self.unsharded, 8))
 
     def structs(self, dtype: Any, **sizes: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The large operands, of other sizes where given, to compile for."""
@@ -201,7 +201,7 @@ OPS = [
         gradient_kernels=("tpa_decode_backward",),
         residuals=TPA_DECODE_RESIDUALS,
         split=("b", "h", "e"),
-        whole=("n", "m", "r", "d"),
+        unsharded=("n", "m", "r", "d"),
     ),
     TestedOp(
         name="logcumsumexp",
@@ -215,7 +215,7 @@ OPS = [
         gradient_kernels=("logcumsumexp_backward",),
         residuals=LOGCUMSUMEXP_RESIDUALS,
         split=("b", "c"),
-        whole=("n",),
+        unsharded=("n",),
     ),
     TestedOp(
         name="lrpe_cosine",
@@ -229,7 +229,7 @@ OPS = [
         gradient_kernels=("lrpe_cosine_mean", "lrpe_cosine_gradients"),
         residuals=LRPE_COSINE_RESIDUALS,
         split=("b", "h"),
-        whole=("n",),
+        unsharded=("n",),
     ),
     TestedOp(
         name="chunk_cumsum_decay",
@@ -243,7 +243,7 @@ OPS = [
         gradient_kernels=("chunk_cumsum_decay_backward",),
         residuals=None,
         split=("b", "c"),
-        whole=("n",),
+        unsharded=("n",),
     ),
 ]
 TPA_DECODE = OPS[0]

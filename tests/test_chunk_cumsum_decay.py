@@ -121,10 +121,10 @@ def test_every_config_is_the_loop(rng: Rng, config: dict[str, Any], mode: dict[s
 
 @every_mode
 @pytest.mark.parametrize("case", [case(shape=(2, 45, 3), axis=1), case(shape=(3, 45), axis=-1)])
-def test_parts_are_the_loop(rng: Rng, case: dict[str, Any], mode: dict[str, Any]) -> None:
+def test_segments_are_the_loop(rng: Rng, case: dict[str, Any], mode: dict[str, Any]) -> None:
     """Of one chunk, with NaN and infinities acting from where they are on."""
     options: dict[str, Any] = dict(axis=case["axis"], chunk_size=45, scale=0.5, **mode)
-    chosen = ChunkCumsumDecayConfig(block_n=8, num_chunks=4, num_parts=3)
+    chosen = ChunkCumsumDecayConfig(block_n=8, num_chunks=4, num_segments=3)
     x, do = (np.array(y) for y in arguments(rng, case["shape"]))
     x[0, 20], x[1, 17], x[1, 40] = np.nan, np.inf, -np.inf
     with np.errstate(invalid="ignore"):

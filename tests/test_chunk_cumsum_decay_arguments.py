@@ -53,9 +53,9 @@ REFUSED = [
     (dict(cu_seqlens=[]), ValueError, r"cu_seqlens.shape is \(0,\); accepted: \(S \+ 1,\)"),
     (dict(implementation="cuda"), ValueError, "implementation is 'cuda'; accepted: None, 'triton'"),
     (
-        dict(config=ChunkCumsumDecayConfig(block_n=8, num_parts=2), chunk_size=2),
+        dict(config=ChunkCumsumDecayConfig(block_n=8, num_segments=2), chunk_size=2),
         ValueError,
-        "num_parts is 2; accepted: 1",
+        "num_segments is 2; accepted: 1",
     ),
     (dict(config=3), TypeError, "config is 3; accepted: None or a ChunkCumsumDecayConfig"),
     (
@@ -121,11 +121,11 @@ def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
     assert config.num_chunks == 1 or programs >= 32 * 132
 
 
-def test_few_programs_sum_a_chunk_in_parts() -> None:
-    for b, n, c, parts in ((1, 131072, 16, 264), (1, 131072, 2048, 16), (8, 4096, 16, 32)):
+def test_few_programs_sum_a_chunk_in_segments() -> None:
+    for b, n, c, count in ((1, 131072, 16, 264), (1, 131072, 2048, 16), (8, 4096, 16, 32)):
         s = Sizes(b=b, n=n, c=c, size=n, count=1, itemsize=2)
-        assert choose(s).num_parts == parts
-        assert choose(dataclasses.replace(s, count=2)).num_parts == 1
+        assert choose(s).num_segments == count
+        assert choose(dataclasses.replace(s, count=2)).num_segments == 1
 
 
 def test_few_tall_chunks_are_one_tile_each() -> None:
@@ -182,7 +182,7 @@ def test_counts_to_two_to_the_31() -> None:
     s = Sizes(b=1, n=n, c=1, size=chunk_size, count=2, itemsize=2)
     view = View(s=s, reverse=False, block_n=128, block_c=1, num_ranges=2, num_steps=1)
     config = ChunkCumsumDecayConfig(block_n=128, num_chunks=2)
-    plan = Plan(view=view, c=config, shift=None, late=False, scale=None)
+    plan = Plan(view=view, c=config, shift=None, shift_result=False, scale=None)
 
     def kernel(stop_ref: Any) -> None:
         stop_ref[...] = Chunks(plan, None).stop.reshape(2)

@@ -62,7 +62,7 @@ def layouts(op: TestedOp) -> list[Layout]:
 
 
 LAYOUTS = [(op, layout) for op in OPS for layout in layouts(op)]
-WHOLE = [(op, {op.split[0]: "y", axis: "x"}) for op in OPS for axis in op.whole]
+WHOLE = [(op, {op.split[0]: "y", axis: "x"}) for op in OPS for axis in op.unsharded]
 
 
 @pytest.mark.parametrize(("op", "layout"), LAYOUTS, ids=words)
@@ -106,7 +106,7 @@ def test_other_axes_are_gathered(rng: Rng, op: TestedOp, layout: Layout) -> None
 def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bool) -> None:
     """In the midst of a program over a mesh of explicit axes, the default of `jax.make_mesh`."""
     mesh = cpu_mesh(AxisType.Explicit)
-    axes = op.split[0], op.whole[0] if whole else op.split[1]
+    axes = op.split[0], op.unsharded[0] if whole else op.split[1]
     layout = dict(zip(axes, "xy", strict=True))
     kept = {axis: name for axis, name in layout.items() if axis in op.split}
     xs = op.even_arguments(rng)

@@ -36,7 +36,7 @@ class Op:
     reference: Callable[..., tuple[jax.Array, ...]]
     operands: tuple[str, ...]
     results: tuple[str, ...]
-    whole: tuple[str, ...]  # axes every device needs in full
+    unsharded: tuple[str, ...]  # axes that every device needs in full
     summed: tuple[str, ...] | None = None  # per result: axes whose shards hold partial sums
     added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): only the axis' first shard adds
 

@@ -104,7 +104,7 @@ def _partitioned(bound: Bound) -> Callable[..., Any]:
         infer_sharding_from_operands=infer,  # asked by GSPMD alone, Shardy's predecessor
         decode_shardings=False,  # JAX cannot where a reshape has cut a mesh axis in two
         sharding_rule=f"{', '.join(ins)} -> {', '.join(outs)}",
-        need_replication_factors=tuple(a for a in names if a in bound.op.whole),
+        need_replication_factors=tuple(a for a in names if a in bound.op.unsharded),
     )
     return wrapped
 
@@ -163,7 +163,7 @@ def _is_explicit(x: "jax.Array | TypeOf") -> bool:
 
 @jax.tree_util.register_static
 class TypeOf:
-    """What `like` needs of an operand, for a rule that would save it for nothing else."""
+    """What `reshard_like` needs of an operand, for a rule that would save it for nothing else."""
 
     def __init__(self, x: jax.Array) -> None:
         self.sharding = jax.typeof(x).sharding
@@ -175,7 +175,7 @@ class TypeOf:
         return hash(self.sharding)
 
 
-def like(
+def reshard_like(
     xs: Sequence[jax.Array | None], operands: Sequence[jax.Array | TypeOf | None]
 ) -> tuple[jax.Array | None, ...]:
     """`xs` with the operands' shardings, where those are of their types: as gradients must be."""
@@ -219,7 +219,7 @@ def _split(bound: Bound, shardings: Sequence[Any], ins: Sequence[str]) -> dict[s
         entries = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
         for name, entry in zip(axes.split(), entries, strict=False):
             mesh_axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            free = name not in split and name not in bound.op.whole
+            free = name not in split and name not in bound.op.unsharded
             if mesh_axes and free and used.isdisjoint(mesh_axes):
                 split[name] = mesh_axes
                 used.update(mesh_axes)

@@ -139,9 +139,9 @@ def _check(
         _check_bounds(bounds)
     dtypes = x.dtype, dtype or x.dtype
     implementation = _implementation(implementation, x.shape, axis, dtypes, bounds)
-    if config and config.num_parts > 1 and (bounds is not None or chunk_size != max(1, length)):
+    if config and config.num_segments > 1 and (bounds is not None or chunk_size != max(1, length)):
         raise ValueError(
-            f"config.num_parts is {config.num_parts}; accepted: 1, since not all of the axis is "
+            f"config.num_segments is {config.num_segments}; accepted: 1, since not all of the axis is "
             "one chunk"
         )
     return vjp.Params(
@@ -189,9 +189,9 @@ def _implementation(
         implementation = checks.kernel_or_reference(implementation, dtype, sizes)
     if implementation == "xla":
         return implementation
-    parts = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    if max(parts) > checks.LONGEST:
-        of = f"{max(parts)} numbers along, before or behind the axis"
+    counts = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+    if max(counts) > checks.LONGEST:
+        of = f"{max(counts)} numbers along, before or behind the axis"
         return checks.reference_instead(implementation, of)
     return implementation
 

@@ -12,7 +12,7 @@ ROW_ELEMENTS = 1024  # of a warp's tile along a last axis
 NARROW = 16  # columns up to which a lane sums its neighbours' numbers, not its own
 TALL = 2048  # positions of a column that is loaded at once
 MAX_WARPS = 4
-LEAST_PARTS = 8  # of a chunk that is all of the axis: fewer do not make up for another pass
+LEAST_SEGMENTS = 8  # of a chunk that is the whole axis: fewer do not make up for another pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class ChunkCumsumDecayConfig:
     A program sums `num_chunks` chunks in `block_c` columns, `block_n` positions of each at a time,
     `num_steps` of which are neighbours that a lane adds up on its own. Along a last axis there are
     no columns and `num_steps` is 1: lanes hold neighbours as it is. Where a chunk takes several
-    blocks, their loads run up to `num_stages` ahead. Where one chunk is all of the axis, it can be
-    summed in `num_parts` parts at once: x is read twice, first for the sums that parts start from.
+    blocks, their loads run up to `num_stages` ahead. A chunk that is the whole axis can be summed in
+    `num_segments` segments at once: x is read twice, first for the sums that segments start from.
     """
 
     block_n: int
@@ -32,7 +32,7 @@ class ChunkCumsumDecayConfig:
     num_steps: int = 1
     num_warps: int = 1
     num_stages: int = 1
-    num_parts: int = 1
+    num_segments: int = 1
 
     def __post_init__(self) -> None:
         powers = "block_n", "block_c", "num_chunks", "num_steps", "num_warps"
@@ -45,16 +45,16 @@ class ChunkCumsumDecayConfig:
 
 
 def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
-    """In parts where one chunk is all of the axis; of few columns, a tall chunk is one tile."""
+    """In segments where one chunk is the whole axis; a tall chunk of few columns is one tile."""
     block_c, most = _usual(s)
     if 1 < s.c <= NARROW and most < s.size <= TALL and s.b * s.count * s.c <= 4 * num_sms:
         # Too few programs to hide a load's latency: each column's chunk is loaded at once.
         return ChunkCumsumDecayConfig(block_n=power_of_two(s.size), num_warps=MAX_WARPS)
-    num_parts = min(2 * num_sms // (s.b * -(-s.c // block_c)), -(-s.n // most))
-    if s.count > 1 or num_parts < LEAST_PARTS:
+    num_segments = min(2 * num_sms // (s.b * -(-s.c // block_c)), -(-s.n // most))
+    if s.count > 1 or num_segments < LEAST_SEGMENTS:
         return _choose_tiles(s, num_sms)
-    part = dataclasses.replace(s, size=-(-s.n // num_parts), count=num_parts)
-    return dataclasses.replace(_choose_tiles(part, num_sms), num_parts=num_parts)
+    part = dataclasses.replace(s, size=-(-s.n // num_segments), count=num_segments)
+    return dataclasses.replace(_choose_tiles(part, num_sms), num_segments=num_segments)
 
 
 def _vector(s: Sizes) -> int:

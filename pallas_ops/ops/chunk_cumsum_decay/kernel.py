@@ -10,7 +10,7 @@ from jax import lax
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.core.triton_ext import pipelined
-from pallas_ops.ops.chunk_cumsum_decay import parts
+from pallas_ops.ops.chunk_cumsum_decay import segments
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan, plan_of, table_of
 from pallas_ops.scan.running import plus, running_sums
 from pallas_ops.scan.tile import Tile
@@ -26,9 +26,9 @@ def run(
     table = carry = None
     if cu_seqlens is not None:
         table = table_of(plan, cu_seqlens)
-    elif plan.c.num_parts > 1:
-        plan = parts.split(plan)
-        carry = parts.carries(plan, view)
+    elif plan.c.num_segments > 1:
+        plan = segments.split(plan)
+        carry = segments.carries(plan, view)
     (out,) = launch(
         partial(_kernel, plan=plan),
         view,
@@ -47,7 +47,7 @@ def run(
 def _kernel(
     x_ref: Ref,  # [B, N, C]
     table_ref: Ref | None,  # [5, slots]
-    carry_ref: Ref | None,  # [B, parts, C]
+    carry_ref: Ref | None,  # [B, segments, C]
     out_ref: Ref,  # [B, N, C]
     *,
     plan: Plan,
@@ -70,5 +70,5 @@ def _kernel(
         before = plus(before, jnp.zeros(chunks.shape, jnp.float32))
         loop = lambda t, y: step(pipelined(t, plan.c.num_stages), y)  # noqa: E731
         lax.fori_loop(0, chunks.tiles, loop, before)
-    if plan.late:
+    if plan.shift_result:
         chunks.store_edges(out_ref)

@@ -20,15 +20,15 @@ def accumulate(
     reverse: bool,
     shift: Shift | None,
     scale: float | None,
-    late: bool = False,
+    shift_result: bool = False,
 ) -> jax.Array:
-    """The output in float32 (float64). A late shift is of the sums: the transpose of one of x."""
+    """The output in float32 (float64). `shift_result`: of the sums, not of x."""
     n = x.shape[axis]
     y = x.astype(wide(x.dtype))
     y = y if scale is None else y * scale
     if cu_seqlens is not None:
-        return _packed(y, cu_seqlens, axis, chunk_size, reverse, shift, late)
-    if shift == "sequence" and not late:
+        return _packed(y, cu_seqlens, axis, chunk_size, reverse, shift, shift_result)
+    if shift == "sequence" and not shift_result:
         y = previous(y, axis, reverse)
     num_chunks = -(-n // chunk_size)
     y = _pad(y, axis, 0, num_chunks * chunk_size - n)
@@ -38,7 +38,7 @@ def accumulate(
     y = lax.cumsum(y, axis + 1, reverse=reverse)
     y = y.reshape(*x.shape[:axis], num_chunks * chunk_size, *x.shape[axis + 1 :])
     y = lax.slice_in_dim(y, 0, n, axis=axis)
-    return previous(y, axis, reverse) if late else y
+    return previous(y, axis, reverse) if shift_result else y
 
 
 def previous(y: jax.Array, axis: int, reverse: bool) -> jax.Array:
@@ -77,7 +77,7 @@ def _packed(
     chunk_size: int,
     reverse: bool,
     shift: Shift | None,
-    late: bool,
+    shift_result: bool,
 ) -> jax.Array:
     n, bounds = y.shape[axis], edges(cu_seqlens, y.shape[axis])
     i = jnp.arange(n, dtype=jnp.int32)
@@ -92,10 +92,10 @@ def _packed(
     ahead = (offset == chunk_size - 1) | (i + 1 == high) if reverse else offset == 0
     first = along(ahead)  # the first of its chunk
     y = jnp.where(along((sequence > 0) & (sequence < bounds.size - 2)), y, 0)
-    if shift and not late:
+    if shift and not shift_result:
         y = jnp.where(first if shift == "chunk" else edge, 0, previous(y, axis, reverse))
     y = _restarting_sums(first, y, axis, reverse)
-    return jnp.where(edge, 0, previous(y, axis, reverse)) if late else y
+    return jnp.where(edge, 0, previous(y, axis, reverse)) if shift_result else y
 
 
 def _restarting_sums(first: jax.Array, y: jax.Array, axis: int, reverse: bool) -> jax.Array:

@@ -26,7 +26,7 @@ class Plan:
     view: View
     c: ChunkCumsumDecayConfig
     shift: Shift | None
-    late: bool  # the result is shifted, not x
+    shift_result: bool  # the result is shifted, not x
     scale: float | None
 
     @property
@@ -35,7 +35,11 @@ class Plan:
 
         So along a last axis the loads stay wide.
         """
-        return self.shift is not None and not self.late and self.view.s.c == self.c.num_steps == 1
+        return (
+            self.shift is not None
+            and not self.shift_result
+            and self.view.s.c == self.c.num_steps == 1
+        )
 
     @property
     def step(self) -> int:
@@ -121,14 +125,14 @@ class Chunks(Ranges):
         """What is summed."""
         plan, position = self.plan, tile.position
         mask = both(tile.mask, None if self.live is None else per_range(self.live))
-        if plan.shift and not plan.late and not plan.exclusive:
+        if plan.shift and not plan.shift_result and not plan.exclusive:
             position = position - plan.step
             mask = both(mask, self._reaches(position, -plan.step))
         return self._scaled(self.load(ref, position, mask))
 
     def store_tile(self, tile: Tile, ref: Ref, y: jax.Array) -> None:
         position, mask = tile.position, tile.mask
-        if self.plan.late:
+        if self.plan.shift_result:
             position = position + self.plan.step
             mask = both(mask, self._reaches(position, self.plan.step))
         self.store(ref, position, y, mask)
@@ -141,7 +145,7 @@ class Chunks(Ranges):
         return self._scaled(self.load(ref, position, both(mask, self.live)))
 
     def store_edges(self, ref: Ref) -> None:
-        """The zeros with which a late shift begins a sequence."""
+        """The zeros with which a shift of the result begins a sequence."""
         position, reached = self._edge()
         mask = (self.start < self.stop) & ~reached
         zeros = jnp.zeros(self.shape, jnp.float32)

@@ -14,7 +14,7 @@ import jax
 
 from pallas_ops.core import checks
 from pallas_ops.core.dispatch import Implementation, Op
-from pallas_ops.core.partition import TypeOf, call, like
+from pallas_ops.core.partition import TypeOf, call, reshard_like
 from pallas_ops.ops.chunk_cumsum_decay import kernel
 from pallas_ops.ops.chunk_cumsum_decay import reference as meaning
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
@@ -32,13 +32,13 @@ class Params:
     dtypes: tuple[str, str]  # of x and of the result
     implementation: Implementation | None
     config: ChunkCumsumDecayConfig | None
-    late: bool = False  # a shift is of the sums
+    shift_result: bool = False  # a shift is of the sums
     is_gradient: bool = False
 
     @property
     def static(self) -> dict[str, Any]:
         """Those of the kernel."""
-        names = ("axis", "chunk_size", "reverse", "shift", "late", "scale", "config")
+        names = ("axis", "chunk_size", "reverse", "shift", "shift_result", "scale", "config")
         return {name: getattr(self, name) for name in names} | {"dtype": self.dtypes[1]}
 
     def transposed(self) -> "Params":
@@ -46,7 +46,7 @@ class Params:
         return dataclasses.replace(
             self,
             reverse=not self.reverse,
-            late=self.shift == "sequence" and not self.late,
+            shift_result=self.shift == "sequence" and not self.shift_result,
             dtypes=self.dtypes[::-1],
             is_gradient=not self.is_gradient,
         )
@@ -85,7 +85,7 @@ def op(before: int, after: int, is_gradient: bool) -> Op:
         reference=_reference,
         operands=(full, "s"),
         results=(full,),
-        whole=("n", "s"),
+        unsharded=("n", "s"),
     )
 
 
@@ -104,7 +104,7 @@ def _forward(p: Params, x: jax.Array, cu_seqlens: jax.Array | None):  # type: ig
 def _backward(p: Params, saved, do):  # type: ignore[no-untyped-def]
     x, cu_seqlens = saved
     dx = accumulate(p.transposed(), do, cu_seqlens)
-    return *like((dx,), (x,)), None
+    return *reshard_like((dx,), (x,)), None
 
 
 accumulate.defvjp(_forward, _backward)

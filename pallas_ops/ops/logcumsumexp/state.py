@@ -1,6 +1,6 @@
 """The state of a log-sum-exp, and the sums of exponentials that it is made of.
 
-A log-sum-exp is held as pivot + log(total), with a finite pivot and total = sum exp(x - pivot): so
+A log-sum-exp is stored as pivot + log(total), with a finite pivot and total = sum exp(x - pivot): so
 it is exact however large the numbers are. From tile to tile there is also the compensation term of
 the sum (Kahan): very many small numbers behind a large one are not lost.
 

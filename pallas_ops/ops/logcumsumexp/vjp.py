@@ -13,7 +13,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_ops.core.dispatch import Implementation, Op
-from pallas_ops.core.partition import call, like
+from pallas_ops.core.partition import call, reshard_like
 from pallas_ops.ops.logcumsumexp import kernel, kernel_backward
 from pallas_ops.ops.logcumsumexp import reference as meaning
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
@@ -87,7 +87,7 @@ def ops(before: int, after: int) -> tuple[Op, Op, Op]:
             reference=partial(_forward_reference, save=save),
             operands=(full, column),
             results=(full, column, *[states] * (2 * save)),
-            whole=("n",),
+            unsharded=("n",),
         )
         for save in (False, True)
     )
@@ -97,7 +97,7 @@ def ops(before: int, after: int) -> tuple[Op, Op, Op]:
         reference=_backward_reference,
         operands=(full, full, column, states, states),
         results=(full, column),
-        whole=("n", "m"),
+        unsharded=("n", "m"),
     )
     return forward, saving, backward
 
@@ -125,7 +125,7 @@ def _backward(p: Params, saved, cotangents):  # type: ignore[no-untyped-def]
     x, initial, states = saved
     _, _, backward = ops_of(p, x)
     grads = call(backward, x, *cotangents, *states, implementation=p.implementation, **p.static)
-    dx, dinitial = like(grads, (x, initial))
+    dx, dinitial = reshard_like(grads, (x, initial))
     return dx, None if initial is None else dinitial
 
 

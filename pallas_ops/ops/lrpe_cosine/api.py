@@ -177,7 +177,7 @@ def evaluate(
     else:
         out = vjp.rotate(params, *forward_mode.refuse("lrpe_cosine", *operands))
     out = out.reshape(*x.shape[:-1], 2 * x.shape[-1])
-    return out if whole is x else partition.like((out,), (x,))[0]  # type: ignore[return-value]
+    return out if whole is x else partition.reshard_like((out,), (x,))[0]  # type: ignore[return-value]
 
 
 _run: Callable[..., jax.Array] = jax.jit(evaluate, static_argnums=0, inline=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_ops.core.partition import like
+from pallas_ops.core.partition import reshard_like
 from pallas_ops.ops.lrpe_cosine import phase
 from pallas_ops.ops.lrpe_cosine.activation import ACTIVATIONS
 from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, LrpeCosineConfig
@@ -63,7 +63,7 @@ def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
     if num_prefix_tokens == 0:
         return positions
     token = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 2)
-    (prefix,) = like((token < num_prefix_tokens,), (positions,))
+    (prefix,) = reshard_like((token < num_prefix_tokens,), (positions,))
     assert prefix is not None
     return jnp.where(prefix, jnp.zeros_like(positions), positions)
 

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_ops.core.dispatch import Implementation, Op
-from pallas_ops.core.partition import TypeOf, call, like
+from pallas_ops.core.partition import TypeOf, call, reshard_like
 from pallas_ops.ops.lrpe_cosine import kernel
 from pallas_ops.ops.lrpe_cosine import reference as meaning
 from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, LrpeCosineConfig
@@ -54,14 +54,14 @@ def reference(
     return meaning.forward(x, theta, offset, positions, save=False, **p.static)[0]
 
 
-def _whole(p: Params, features: str, positions: str, num_axes: int) -> tuple[str, ...]:
+def _unsharded(p: Params, features: str, positions: str, num_axes: int) -> tuple[str, ...]:
     """Axes that every device needs in full."""
-    whole = {"e", "k", "one", "two"}
+    unsharded = {"e", "k", "one", "two"}
     if positions == "" or p.act == SOFTMAX_SEQUENCE:
-        whole.add("n")
+        unsharded.add("n")
     if num_axes > 1 or p.act == SOFTMAX_FEATURES or features == "e":
-        whole.add("d")
-    return tuple(sorted(whole))
+        unsharded.add("d")
+    return tuple(sorted(unsharded))
 
 
 @functools.lru_cache(maxsize=128)
@@ -76,7 +76,7 @@ def ops(
     saved = [column] * 2 * (p.act == SOFTMAX_SEQUENCE)
     saved += [cached] * (p.config is not None and p.config.cache_angles)
     where = (theta, offset, positions)
-    describe = partial(Op, whole=_whole(p, features, positions, num_axes))
+    describe = partial(Op, unsharded=_unsharded(p, features, positions, num_axes))
     forward, saving = (
         describe(
             name="lrpe_cosine",
@@ -180,8 +180,8 @@ def _backward(p: Params, saved, dout):  # type: ignore[no-untyped-def]
         (dtheta,) = call(theta, x, dout, *where, *columns, **static)
     if positions_move:
         out, pull = jax.vjp(partial(reference, p, x, *where[:2]), where[2])
-        (dpositions,) = pull(*like((dout,), (out,)))
-    return like((dx, dtheta, None, dpositions), (of_x, *where))
+        (dpositions,) = pull(*reshard_like((dout,), (out,)))
+    return reshard_like((dx, dtheta, None, dpositions), (of_x, *where))
 
 
 rotate.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_ops.core.dispatch import Implementation, Op
-from pallas_ops.core.partition import call, like
+from pallas_ops.core.partition import call, reshard_like
 from pallas_ops.ops.tpa_decode import kernel, kernel_backward
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose_backward
 from pallas_ops.ops.tpa_decode.reference import attend, attend_naive
@@ -21,7 +21,7 @@ from pallas_ops.ops.tpa_decode.tiles import sizes
 RESIDUALS = "pallas_ops.tpa_decode"
 
 FACTORS = ("b n h r", "b m k h", "b m v h", "b n r d", "b m k d", "b m v e")
-WHOLE = ("n", "m", "r", "k", "v", "d")
+UNSHARDED = ("n", "m", "r", "k", "v", "d")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ FORWARD = Op(
     reference=_forward_reference,
     operands=(*FACTORS, "b"),
     results=("b n h e", "b n h"),
-    whole=WHOLE,
+    unsharded=UNSHARDED,
 )
 
 BACKWARD = Op(
@@ -101,7 +101,7 @@ BACKWARD = Op(
     reference=_backward_reference,
     operands=(*FACTORS, "b", "b n h e", "b n h", "b n h e", "b n h"),
     results=FACTORS,
-    whole=WHOLE,
+    unsharded=UNSHARDED,
     summed=("e", "e", "e", "h e", "h e", "h"),
     added_once=((10, "e"),),
 )
@@ -143,7 +143,7 @@ def _backward(p: Params, out_dtype: str, saved, cotangents):  # type: ignore[no-
         score_scale=p.score_scale,
         value_scale=p.value_scale,
     )
-    return *like(grads, operands), None
+    return *reshard_like(grads, operands), None
 
 
 attention.defvjp(_forward, _backward)
