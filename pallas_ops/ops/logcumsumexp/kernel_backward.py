@@ -139,7 +139,7 @@ def _backward_kernel(
 def _tiles(plan: Plan, ranges: Ranges, grad: State, saved: tuple[Ref, Ref], refs: Refs) -> State:
     """Scans the range from its last tile on; from the gradient of the sum after it, before it.
 
-    A gradient is a `State`: the pivot that it is relative to, the gradient, and a compensation term.
+    A gradient is a `State`: the pivot that it is relative to, itself, and a compensation term.
     """
     tiles = plan.view.tiles
 

@@ -1,8 +1,8 @@
 """The state of a log-sum-exp, and the sums of exponentials that it is made of.
 
-A log-sum-exp is stored as pivot + log(total), with a finite pivot and total = sum exp(x - pivot): so
-it is exact however large the numbers are. From tile to tile there is also the compensation term of
-the sum (Kahan): very many small numbers behind a large one are not lost.
+A log-sum-exp is stored as pivot + log(total), with a finite pivot and total = sum exp(x - pivot).
+So it is exact however large the numbers are. From tile to tile there is also the compensation term
+of the sum (Kahan): very many small numbers behind a large one are not lost.
 
 Values of a range and column are arrays [ranges, columns]; those of a tile are
 [steps, ranges, groups, columns].
