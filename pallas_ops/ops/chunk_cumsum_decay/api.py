@@ -141,8 +141,8 @@ def _check(
     implementation = _implementation(implementation, x.shape, axis, dtypes, bounds)
     if config and config.num_segments > 1 and (bounds is not None or chunk_size != max(1, length)):
         raise ValueError(
-            f"config.num_segments is {config.num_segments}; accepted: 1, since not all of the axis is "
-            "one chunk"
+            f"config.num_segments is {config.num_segments}; accepted: 1, since not all of the "
+            "axis is one chunk"
         )
     return vjp.Params(
         axis=axis,
