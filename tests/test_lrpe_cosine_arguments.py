@@ -10,7 +10,7 @@ import pytest
 import pallas_ops
 from pallas_ops import LrpeCosineConfig
 from pallas_ops.core import launch
-from pallas_ops.core.tiles import split_evenly
+from pallas_ops.core.tiles import MOST_PARTS, split_evenly
 from pallas_ops.ops.lrpe_cosine import activation
 from pallas_ops.ops.lrpe_cosine.reference import Act
 from tests.support import assert_close, random_array
@@ -175,7 +175,7 @@ def test_activations_are_those_of_one_table(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 7, 525_000, 2**31 - 2, 2**31 - 1])
-@pytest.mark.parametrize("parts", [1, 3, 4224, 2**16])
+@pytest.mark.parametrize("parts", [1, 3, 4224, MOST_PARTS])
 def test_parts_are_even_and_do_not_overflow(n: int, parts: int) -> None:
     """In int32, also where part * n does not fit."""
     start, stop = (np.asarray(y) for y in split_evenly(n, parts, jnp.arange(parts)))

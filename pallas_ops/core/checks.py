@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.tiles import MOST_PARTS
 
 IMPLEMENTATIONS = (None, "triton", "xla", "interpret")
 KERNEL_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
@@ -19,6 +20,7 @@ FLOAT_DTYPES = (*KERNEL_DTYPES, jnp.dtype("float64"))
 LONGEST = 2**31 - 2**20  # an axis along which an int32 counts, and a tile beyond
 MAX_WARPS = 32  # of a program
 LARGEST = 2**20  # elements of a tile
+_MOST = dict(num_warps=MAX_WARPS, num_parts=MOST_PARTS, num_splits=MOST_PARTS)
 SHOWN = 80  # characters of a value in a message
 
 T = TypeVar("T")
@@ -252,7 +254,7 @@ def launch_choices(
     for field in dataclasses.fields(config):
         name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
         low = (least or {}).get(field.name, 1)
-        high = MAX_WARPS if field.name == "num_warps" else LARGEST
+        high = _MOST.get(field.name, LARGEST)
         if field.type is not int:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

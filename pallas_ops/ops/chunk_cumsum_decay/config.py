@@ -50,7 +50,7 @@ def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
     if 1 < s.c <= NARROW and most < s.size <= TALL and s.b * s.count * s.c <= 4 * num_sms:
         # Too few programs to hide a load's latency: each column's chunk is loaded at once.
         return ChunkCumsumDecayConfig(block_n=power_of_two(s.size), num_warps=MAX_WARPS)
-    num_segments = min(2 * num_sms // (s.b * -(-s.c // block_c)), -(-s.n // most))
+    num_segments = min(8 * num_sms // (s.b * -(-s.c // block_c)), -(-s.n // most))
     if s.count > 1 or num_segments < LEAST_SEGMENTS:
         return _choose_tiles(s, num_sms)
     part = dataclasses.replace(s, size=-(-s.n // num_segments), count=num_segments)
@@ -83,12 +83,13 @@ def _choose_tiles(s: Sizes, num_sms: int) -> ChunkCumsumDecayConfig:
         programs *= 2
     elements = block_n * num_chunks * block_c
     num_warps = max(1, elements // per_warp)
-    while num_warps < MAX_WARPS and programs * num_warps < 3 * num_sms:
+    while num_warps < MAX_WARPS and programs * (num_warps if s.c > NARROW else 1) < 3 * num_sms:
         if elements // (32 * num_warps) <= 2 * _vector(s):
             break
         num_warps *= 2
     if s.c <= NARROW:
-        num_steps = 1 if s.c == 1 or programs >= 31 * num_sms else 2
+        one_tile = s.size <= block_n
+        num_steps = 1 if s.c == 1 or (one_tile and programs >= 15 * num_sms) else 2
     else:
         num_steps = block_n if block_n <= 16 else 8
     return ChunkCumsumDecayConfig(

@@ -60,15 +60,16 @@ def choose(
     widest = min(power_of_two(s.b), MOST_ROWS) if s.c == 1 else _block_c(s, num_sms)
     most = ROW_ELEMENTS if s.c == 1 else TILE_BYTES // s.itemsize
     block_c = max(1, min(widest, most // block_n))
+    num_segments = _num_segments(s, block_n, block_c, backward, num_sms)
     warp_bytes = WARP_BYTES if s.c == 1 else WARP_BYTES // 2
     exact = 2048 if s.c > 1 else 256 if backward else 512  # elements
     return LogcumsumexpConfig(
         block_n=block_n,
         block_c=block_c,
         block_exact=max(1, min(block_n, exact // block_c)),
-        num_segments=_num_segments(s, block_n, block_c, backward, num_sms),
+        num_segments=num_segments,
         num_warps=max(1, block_n * block_c * s.itemsize // warp_bytes),
-        num_stages=1 if s.c == 1 else 2 if backward else 3,
+        num_stages=1 if s.c == 1 else 2 if backward and num_segments == 1 else 3,
     )
 
 

@@ -30,7 +30,7 @@ from pallas_ops.ops.logcumsumexp.state import (
     sum_of,
 )
 from pallas_ops.scan.running import GROUPS, STEPS, edge
-from pallas_ops.scan.segments import Pair, exclusive, join
+from pallas_ops.scan.segments import Pair, join, joined
 from pallas_ops.scan.tile import Ranges, Tile, per_range
 
 FAINT_BITS = 16  # a prefix below 2**-16 of exp(pivot) loses digits in its logarithm
@@ -121,18 +121,19 @@ def _states(x: jax.Array, before: State, mirrored: bool) -> Pair:
     p = finite(x)
     start = before.pivot[:, None], before.total[:, None]  # beside [ranges, groups, columns]
     axis = GROUPS if x.shape[STEPS] == 1 else STEPS
-    own = scan(_join, (p, exp2((x - p) * LOG2E)), axis=axis, reverse=mirrored)
+    own = scan(joined, (p, exp2((x - p) * LOG2E)), axis=axis, reverse=mirrored)
     if axis == STEPS and x.shape[GROUPS] > 1:
         top = finite(largest_in_lane(x))
         total = exp2((x - top[None]) * LOG2E).sum(axis=STEPS)
         nothing = jnp.full_like(top, -HUGE), jnp.zeros_like(total)
-        groups = scan(exclusive, (*nothing, top, total), axis=GROUPS - 1, reverse=mirrored)
+        groups = scan(_exclusive, (*nothing, top, total), axis=GROUPS - 1, reverse=mirrored)
         start = join(start, (groups[0], groups[1]))
     return join((start[0][None], start[1][None]), (own[0], own[1]))
 
 
-def _join(before: Any, after: Any) -> Any:
-    return join(before, after, exp2=jnp.exp2)
+def _exclusive(before: Any, after: Any) -> Any:
+    """The sum of all pairs but the last one, and of all."""
+    return *joined(before[2:], after[:2]), *joined(before[2:], after[2:])
 
 
 def _after(state: State, x: jax.Array) -> State:

@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref
+from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
@@ -32,8 +32,9 @@ from pallas_ops.ops.logcumsumexp.state import (
     raised,
     state_of,
 )
+from pallas_ops.scan import segments
 from pallas_ops.scan.running import GROUPS, STEPS, running_sums
-from pallas_ops.scan.segments import Pair, join, sums_before
+from pallas_ops.scan.segments import Pair
 from pallas_ops.scan.tile import Ranges, Tile, per_range
 from pallas_ops.scan.view import MAX_VECTOR
 
@@ -56,16 +57,15 @@ def forward(
     column = None if initial is None else initial.reshape(s.b, 1, s.c)
     before: tuple[jax.Array | None, ...] = None, None
     if s.count > 1:
-        before = sums_before(plan.view, _totals(plan, view))
+        before = segments.sums_before(s, _totals(plan, view))
+    operands = (view, column, *before)
     sizes = (1, *[saved] * (2 * save))
     out, *others = launch(
         partial(_forward_kernel, plan=plan, save=save),
-        view,
-        column,
-        *before,
+        *operands,
         name="logcumsumexp",
         grid=plan.view.grid,
-        in_specs=[plan.view.spec(size) for size in (s.n, 1, s.count, s.count)],
+        in_specs=[None if y is None else whole(y) for y in operands],
         out_specs=[plan.view.spec(size) for size in (s.n, *sizes)],
         out_shape=[jax.ShapeDtypeStruct(view.shape, x.dtype), *map(plan.shape, sizes)],
         num_warps=plan.c.num_warps,
@@ -77,16 +77,16 @@ def forward(
 
 
 def _totals(plan: Plan, x: jax.Array) -> Pair:
-    """The log-sum-exp of each segment, as pairs [b, count, c]."""
-    count = plan.view.s.count
+    """The log-sum-exp of each segment."""
+    shapes = segments.shapes(plan.view.s)
     p, s = launch(
         partial(_totals_kernel, plan=plan),
         x,
         name="logcumsumexp_totals",
         grid=plan.view.grid,
-        in_specs=[plan.view.spec(plan.view.s.n)],
-        out_specs=[plan.view.spec(count)] * 2,
-        out_shape=[plan.shape(count)] * 2,
+        in_specs=[whole(x)],
+        out_specs=[whole(y) for y in shapes],
+        out_shape=shapes,
         num_warps=plan.c.num_warps,
     )
     return p, s
@@ -94,7 +94,7 @@ def _totals(plan: Plan, x: jax.Array) -> Pair:
 
 def _totals_kernel(
     x_ref: Ref,  # [b, n, c]
-    p_ref: Ref,  # [b, count, c], as s_ref
+    p_ref: Ref,  # [b, c, count], as s_ref
     s_ref: Ref,
     *,
     plan: Plan,
@@ -114,15 +114,14 @@ def _totals_kernel(
     groups = plan.c.block_n // steps
     state = plan.loop(step, empty((view.num_ranges, groups, view.block_c)))
     top = state.pivot.max(axis=GROUPS - 1)
-    ranges.store(p_ref, ranges.number, top)
     total = below(state.total, state.pivot, top[:, None]).sum(axis=GROUPS - 1)
-    ranges.store(s_ref, ranges.number, total)
+    segments.store(ranges, p_ref, s_ref, (top, total))
 
 
 def _forward_kernel(
     x_ref: Ref,  # [b, n, c], as out_ref
     initial_ref: Ref | None,  # [b, 1, c]
-    p_ref: Ref | None,  # sums before segments [b, count, c], as s_ref
+    p_ref: Ref | None,  # sums before segments [b, c, count], as s_ref
     s_ref: Ref | None,
     out_ref: Ref,
     final_ref: Ref,  # [b, 1, c]
@@ -135,8 +134,7 @@ def _forward_kernel(
     if initial_ref is not None:
         pair = pair_of(ranges.load(initial_ref, 0))
     if p_ref is not None:
-        p, total = (ranges.load(ref, ranges.number) for ref in (p_ref, s_ref))
-        pair = join(pair, (p, total))
+        pair = segments.join(pair, segments.load(ranges, p_ref, s_ref))
 
     def step(t: Any, state: State) -> State:
         if save:

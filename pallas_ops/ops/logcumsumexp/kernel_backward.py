@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref
+from pallas_ops.core.tiles import Ref, whole
 from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
@@ -27,8 +27,9 @@ from pallas_ops.ops.logcumsumexp.state import (
     state_of,
     sum_of,
 )
+from pallas_ops.scan import segments
 from pallas_ops.scan.running import running_sums
-from pallas_ops.scan.segments import Pair, sums_before
+from pallas_ops.scan.segments import Pair
 from pallas_ops.scan.tile import Ranges
 
 Refs = tuple[Ref, Ref, Ref | None]  # x, do, dx; nothing is stored without dx
@@ -37,7 +38,7 @@ Refs = tuple[Ref, Ref, Ref | None]  # x, do, dx; nothing is stored without dx
 def backward(
     x: jax.Array,
     do: jax.Array,
-    dfinal: jax.Array,
+    dfinal: jax.Array | None,
     saved_p: jax.Array,
     saved_s: jax.Array,
     *,
@@ -50,41 +51,41 @@ def backward(
     """dx, and the gradient of the initial state, from the states that `forward` saved."""
     plan = plan_of(x, axis, block_n, config, backward=True, reverse=reverse, clip=clip)
     s, saved = plan.view.s, plan.num_tiles + 1
-    sizes = s.n, s.n, saved, saved
-    operands = (x, do, saved_p, saved_s)
-    arrays = [y.reshape(s.b, size, s.c) for y, size in zip(operands, sizes, strict=True)]
+    sizes = zip((x, do, saved_p, saved_s), (s.n, s.n, saved, saved), strict=True)
+    arrays = [y.reshape(s.b, size, s.c) for y, size in sizes]
+    column = None if dfinal is None else dfinal.reshape(s.b, 1, s.c)
     behind: tuple[jax.Array | None, ...] = None, None
     if s.count > 1:
-        behind = sums_before(plan.view, _totals(plan, arrays, sizes), reverse=True)
+        behind = segments.sums_before(s, _totals(plan, arrays), reverse=True)
+    operands = (*arrays, column, *behind)
     dx, dinitial = launch(
         partial(_backward_kernel, plan=plan),
-        *arrays,
-        dfinal.reshape(s.b, 1, s.c),
-        *behind,
+        *operands,
         name="logcumsumexp_backward",
         grid=plan.view.grid,
-        in_specs=[plan.view.spec(size) for size in (*sizes, 1, s.count, s.count)],
+        in_specs=[None if y is None else whole(y) for y in operands],
         out_specs=[plan.view.spec(s.n), plan.view.spec(1)],
         out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)],
         num_warps=plan.c.num_warps,
     )
-    return dx.reshape(x.shape), dinitial.reshape(dfinal.shape)
+    outer, inner = x.shape[:axis], x.shape[axis + 1 :]
+    return dx.reshape(x.shape), dinitial.reshape(*outer, *inner)
 
 
-def _totals(plan: Plan, arrays: list[jax.Array], sizes: tuple[int, ...]) -> Pair:
-    """The gradient of the sum before each segment, of the segment alone, as pairs [b, count, c].
+def _totals(plan: Plan, arrays: list[jax.Array]) -> Pair:
+    """The gradient of the sum before each segment, of the segment alone.
 
     A gradient w below pivot p grows with exp(-p), so its pair is (-p, w).
     """
-    count = plan.view.s.count
+    shapes = segments.shapes(plan.view.s)
     p, w = launch(
         partial(_totals_kernel, plan=plan),
         *arrays,
         name="logcumsumexp_backward_totals",
         grid=plan.view.grid,
-        in_specs=[plan.view.spec(size) for size in sizes],
-        out_specs=[plan.view.spec(count)] * 2,
-        out_shape=[plan.shape(count)] * 2,
+        in_specs=[whole(y) for y in arrays],
+        out_specs=[whole(y) for y in shapes],
+        out_shape=shapes,
         num_warps=plan.c.num_warps,
     )
     return p, w
@@ -95,7 +96,7 @@ def _totals_kernel(
     do_ref: Ref,
     saved_p_ref: Ref,  # [b, tiles + 1, c], as saved_s_ref
     saved_s_ref: Ref,
-    p_ref: Ref,  # [b, count, c], as w_ref
+    p_ref: Ref,  # [b, c, count], as w_ref
     w_ref: Ref,
     *,
     plan: Plan,
@@ -104,8 +105,7 @@ def _totals_kernel(
     pivot, _ = plan.load_saved(ranges, saved, (ranges.number + 1) * plan.view.tiles)
     grad = state_of((pivot, jnp.zeros(ranges.shape, jnp.float32)))
     grad = _tiles(plan, ranges, grad, saved, (x_ref, do_ref, None))
-    ranges.store(p_ref, ranges.number, -grad.pivot)
-    ranges.store(w_ref, ranges.number, grad.total)
+    segments.store(ranges, p_ref, w_ref, (-grad.pivot, grad.total))
 
 
 def _backward_kernel(
@@ -113,8 +113,8 @@ def _backward_kernel(
     do_ref: Ref,
     saved_p_ref: Ref,  # [b, tiles + 1, c], as saved_s_ref
     saved_s_ref: Ref,
-    dfinal_ref: Ref,  # [b, 1, c], as dinitial_ref
-    p_ref: Ref | None,  # sums behind segments [b, count, c], as w_ref
+    dfinal_ref: Ref | None,  # [b, 1, c], as dinitial_ref
+    p_ref: Ref | None,  # sums behind segments [b, c, count], as w_ref
     w_ref: Ref | None,
     dx_ref: Ref,
     dinitial_ref: Ref,
@@ -124,9 +124,11 @@ def _backward_kernel(
     ranges, saved = Ranges(plan.view), (saved_p_ref, saved_s_ref)
     end = jnp.full_like(ranges.number, plan.num_tiles)
     pivot, total = plan.load_saved(ranges, saved, end)
-    grad = ranges.load(dfinal_ref, 0) * inverse(total)
+    grad = jnp.zeros(ranges.shape, jnp.float32)
+    if dfinal_ref is not None:
+        grad = ranges.load(dfinal_ref, 0) * inverse(total)
     if p_ref is not None:
-        last, (p, w) = pivot, (ranges.load(ref, ranges.number) for ref in (p_ref, w_ref))
+        last, (p, w) = pivot, segments.load(ranges, p_ref, w_ref)
         pivot, _ = plan.load_saved(ranges, saved, (ranges.number + 1) * plan.view.tiles)
         grad = below(grad, pivot, last) + w * exp2((p + pivot) * LOG2E)
     after = _tiles(plan, ranges, state_of((pivot, grad)), saved, (x_ref, do_ref, dx_ref))

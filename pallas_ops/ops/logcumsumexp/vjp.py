@@ -10,8 +10,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
+from pallas_ops.core import vary
 from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import call, reshard_like
 from pallas_ops.ops.logcumsumexp import kernel, kernel_backward
@@ -59,7 +62,7 @@ def _forward_reference(
 def _backward_reference(
     x: jax.Array,
     do: jax.Array,
-    dfinal: jax.Array,
+    dfinal: jax.Array | None,
     saved_p: jax.Array,
     saved_s: jax.Array,
     *,
@@ -70,6 +73,7 @@ def _backward_reference(
     pivot, total = (jax.lax.index_in_dim(y, 0, static["axis"], False) for y in (saved_p, saved_s))
     initial = meaning.State(pivot, total, total).log
     pull = jax.vjp(partial(meaning.accumulate, **static), x, initial)[1]
+    dfinal = jnp.zeros_like(total) if dfinal is None else dfinal
     dx, dinitial = pull((do.astype(dfinal.dtype), dfinal))
     return dx, dinitial
 
@@ -114,7 +118,8 @@ def accumulate(p: Params, x: jax.Array, initial: jax.Array | None) -> tuple[jax.
     return out, final
 
 
-def _forward(p: Params, x: jax.Array, initial: jax.Array | None):  # type: ignore[no-untyped-def]
+def _forward(p: Params, *primals):  # type: ignore[no-untyped-def]
+    x, initial = primals[0].value, None if primals[1] is None else primals[1].value
     _, saving, _ = ops_of(p, x)
     out, final, *states = call(saving, x, initial, implementation=p.implementation, **p.static)
     saved = [checkpoint_name(y, RESIDUALS) for y in states]
@@ -124,9 +129,14 @@ def _forward(p: Params, x: jax.Array, initial: jax.Array | None):  # type: ignor
 def _backward(p: Params, saved, cotangents):  # type: ignore[no-untyped-def]
     x, initial, states = saved
     _, _, backward = ops_of(p, x)
-    grads = call(backward, x, *cotangents, *states, implementation=p.implementation, **p.static)
+    do, dfinal = cotangents
+    if isinstance(do, SymbolicZero):
+        _, do = vary.unify(x, jnp.zeros_like(x))
+    dfinal = None if isinstance(dfinal, SymbolicZero) else dfinal
+    grads = call(backward, x, do, dfinal, *states, implementation=p.implementation, **p.static)
     dx, dinitial = reshard_like(grads, (x, initial))
     return dx, None if initial is None else dinitial
 
 
-accumulate.defvjp(_forward, _backward)
+# With symbolic zeros, who uses the output alone pays for no gradient of the final state.
+accumulate.defvjp(_forward, _backward, symbolic_zeros=True)
