@@ -122,7 +122,7 @@ def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
 
 
 def test_few_programs_sum_a_chunk_in_segments() -> None:
-    for b, n, c, count in ((1, 131072, 16, 264), (1, 131072, 2048, 16), (8, 4096, 16, 32)):
+    for b, n, c, count in ((1, 131072, 16, 1024), (1, 131072, 2048, 66), (8, 4096, 16, 32)):
         s = Sizes(b=b, n=n, c=c, size=n, count=1, itemsize=2)
         assert choose(s).num_segments == count
         assert choose(dataclasses.replace(s, count=2)).num_segments == 1

@@ -1,5 +1,6 @@
 """logcumsumexp: reference against a loop, kernels against the loop, laws."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -156,6 +157,18 @@ def test_segments_of_each_batch_element(rng: Rng, in_axes: Any) -> None:
         return value_and_vjp(call, args, cotangents)
 
     assert_close(batched(KERNEL, config=config), batched("xla"), terms=45)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_unused_result_has_no_gradient(rng: Rng, used: int) -> None:
+    """The other one's is as with an explicit zero."""
+    x = random_array(rng, (2, 40, 3))
+    run = partial(pallas_ops.logcumsumexp_with_state, axis=1, implementation="interpret")
+    results, pull = jax.vjp(run, x)
+    cotangents = [jnp.zeros_like(y) for y in results]
+    cotangents[used] = random_array(rng, results[used].shape)
+    (alone,) = jax.vjp(lambda x: run(x)[used], x)[1](cotangents[used])
+    np.testing.assert_array_equal(alone, pull(tuple(cotangents))[0])
 
 
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])
