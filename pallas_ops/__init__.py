@@ -7,10 +7,10 @@ axis, S packed sequences.
 Each op is a folder under `pallas_ops.ops`; read it as api, reference, vjp, kernel, config.
 """
 
-from jax.experimental.pallas import triton as _triton
 from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
 
 from pallas_ops import reference as reference
+from pallas_ops.core.backend import plgpu as _plgpu
 from pallas_ops.core.card import target_gpu as target_gpu
 from pallas_ops.ops.chunk_cumsum_decay import ChunkCumsumDecayConfig as ChunkCumsumDecayConfig
 from pallas_ops.ops.chunk_cumsum_decay import chunk_cumsum_decay as chunk_cumsum_decay
@@ -46,7 +46,7 @@ __all__ = (
 # What `jax.export.export(..., disabled_checks=...)` needs to be told of our kernels' custom call.
 DISABLE_JAX_EXPORT_CHECKS = (
     _DisabledSafetyCheck.custom_call(
-        getattr(_triton, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
+        getattr(_plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The compiler beside a card that is not there.
+"""The compiler beside a card that is not there: an H200, or another one (`instead`).
 
 XLA's GPU plugin compiles for a described device, so Triton, LLVM and ptxas give here, on any CPU,
 the errors, registers and spills they would give beside an NVIDIA H200. Nothing is run.
@@ -6,6 +6,7 @@ the errors, registers and spills they would give beside an NVIDIA H200. Nothing 
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib.util
@@ -16,7 +17,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,28 +26,30 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_ops.core import card
+
 REQUIRED = "PALLAS_OPS_REQUIRE_COMPILE"  # "1": a missing compiler is a failure, not a skip
 
-_KIND = "NVIDIA H200"
+_CARD = contextvars.ContextVar("card", default=card.H200)
 # A GpuTargetConfigProto as text; OpenXLA keeps others in xla/backends/gpu/target_config/specs.
-_TARGET = f"""
+_TARGET = """
 gpu_device_info {{
-  name: "{_KIND}"
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  name: "{name}"
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+  core_count: {num_sms}  fpus_per_core: 128  clock_rate_ghz: 1.98
   device_memory_size: 151397597184  memory_bandwidth: 4800000000000  l2_cache_size: 52428800
   threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
   thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  shared_memory_per_core: 233472  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: {per_core}  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {shared_memory}
   driver_version: "12.8.0"  runtime_version: "12.8.0"
   compile_time_toolkit_version: "12.8.0"  dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{_KIND}"
+device_description_str: "{name}"
 """
 
 _PTXAS_REPORT = re.compile(
@@ -120,7 +123,7 @@ def h200_mesh(**axes: int) -> Mesh:
     """A mesh of H200s to compile for: `h200_mesh(data=4, model=2)`."""
     _require_compiler()
     return topologies.make_mesh(
-        _topology(math.prod(axes.values())), tuple(axes.values()), tuple(axes)
+        _topology(_CARD.get(), math.prod(axes.values())), tuple(axes.values()), tuple(axes)
     )
 
 
@@ -179,9 +182,20 @@ def lower_for_cuda(fn: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
     return lowered
 
 
+@contextlib.contextmanager
+def instead(name: str) -> Iterator[card.Card]:
+    """Everything here compiles for another GPU, of a name that `card` and JAX know."""
+    chosen = card.named(name)
+    token = _CARD.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _CARD.reset(token)
+
+
 def on_h200() -> contextlib.AbstractContextManager[Any]:
     """Says which GPU is meant, where tracing or lowering asks."""
-    device = AbstractDevice(device_kind=_KIND, num_cores=None, platform="gpu")
+    device = AbstractDevice(device_kind=_CARD.get().name, num_cores=None, platform="gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
@@ -203,9 +217,16 @@ def _require_compiler() -> None:
 
 
 @functools.cache
-def _topology(num_devices: int) -> topologies.TopologyDescription:
+def _topology(gpu: card.Card, num_devices: int) -> topologies.TopologyDescription:
+    target = _TARGET.format(
+        **dataclasses.asdict(gpu),
+        major=gpu.capability // 10,
+        minor=gpu.capability % 10,
+        features="feature_extension: ACCELERATED_FEATURES" if gpu.capability >= 90 else "",
+        per_core=gpu.shared_memory + 1024,
+    )
     return topologies.get_topology_desc(
-        platform="cuda", target_config=_TARGET, topology=f"1x1x{num_devices}"
+        platform="cuda", target_config=target, topology=f"1x1x{num_devices}"
     )
 
 
@@ -238,5 +259,6 @@ def _ptxas() -> str | None:
 
 def _assemble(ptx: str) -> str:
     """What `ptxas -v` has to say."""
-    command = [_ptxas() or "ptxas", "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
+    arch = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)[0]
+    command = [_ptxas() or "ptxas", "-v", f"-arch={arch}", "-o", os.devnull, "-"]
     return subprocess.run(command, input=ptx, text=True, capture_output=True, check=True).stderr

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
-from pallas_ops.core import checks, launch
+from pallas_ops.core import card, checks, launch
 from pallas_ops.core.tiles import whole
 from pallas_ops.ops.chunk_cumsum_decay.config import choose
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan
@@ -114,7 +114,7 @@ def test_config_refuses(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("b", [1, 16])
 def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
     s = Sizes(b=b, n=32768, c=c, size=chunk_size, count=-(-32768 // chunk_size), itemsize=2)
-    config = choose(s)
+    config = choose(s, card.H200)
     elements = config.block_n * config.block_c * config.num_chunks
     assert elements <= 128 * 32 * config.num_warps
     programs = -(-c // config.block_c) * -(-b * s.count // config.num_chunks)
@@ -124,13 +124,13 @@ def test_choice_fills_lanes_and_card(b: int, chunk_size: int, c: int) -> None:
 def test_few_programs_sum_a_chunk_in_segments() -> None:
     for b, n, c, count in ((1, 131072, 16, 1024), (1, 131072, 2048, 66), (8, 4096, 16, 32)):
         s = Sizes(b=b, n=n, c=c, size=n, count=1, itemsize=2)
-        assert choose(s).num_segments == count
-        assert choose(dataclasses.replace(s, count=2)).num_segments == 1
+        assert choose(s, card.H200).num_segments == count
+        assert choose(dataclasses.replace(s, count=2), card.H200).num_segments == 1
 
 
 def test_few_tall_chunks_are_one_tile_each() -> None:
     s = Sizes(b=1, n=4096, c=16, size=1000, count=4, itemsize=2)
-    few, many = choose(s), choose(dataclasses.replace(s, b=64))
+    few, many = choose(s, card.H200), choose(dataclasses.replace(s, b=64), card.H200)
     assert (few.block_n, few.block_c) == (1024, 1)
     assert many.block_n < 1000 < many.block_n * 16
 

@@ -9,7 +9,8 @@ import pytest
 
 import pallas_ops
 from pallas_ops import TpaDecodeConfig
-from pallas_ops.ops.tpa_decode.config import SHARED_MEMORY, Sizes, choose, forward_bytes
+from pallas_ops.core.card import H200
+from pallas_ops.ops.tpa_decode.config import Sizes, choose, forward_bytes
 from tests.support import assert_close
 from tests.tpa_decode import both, factors, loop
 
@@ -109,9 +110,8 @@ def test_config_refuses(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("m", [1, 256, 32768, 2**20])
 def test_choice_fills_the_card_without_idle_splits(b: int, m: int) -> None:
     s = Sizes(b=b, n=1, m=m, h=32, r=16, d=128, e=128, rk=1, rv=1, dtype="bfloat16")
-    c = choose(s)
-    assert c is not None
+    c = choose(s, H200)
     assert c.num_splits * b <= max(132, b)
     assert c.num_splits <= -(-m // 32)
-    assert forward_bytes(s, c) <= SHARED_MEMORY
+    assert forward_bytes(s, c) <= H200.shared_memory
     assert c.num_stages >= 3

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import pallas_ops
+from pallas_ops.core.card import H200
 from pallas_ops.ops.chunk_cumsum_decay import config as chunk_cumsum_decay
 from pallas_ops.ops.logcumsumexp import config as logcumsumexp
 from pallas_ops.scan.view import Sizes
@@ -55,7 +56,7 @@ def scan(last: bool) -> Callable[..., jax.Array]:
     """With the launch of [12, 32768, 2048]."""
     shape = (12 * 2048, 32768, 1) if last else (12, 32768, 2048)
     sizes = Sizes.of(shape, 1, itemsize=2)
-    config = logcumsumexp.choose(sizes, logcumsumexp.choose_block_n(sizes))
+    config = logcumsumexp.choose(sizes, logcumsumexp.choose_block_n(sizes), H200)
     return partial(pallas_ops.logcumsumexp, axis=1, implementation=KERNEL, config=config)
 
 
@@ -64,7 +65,7 @@ def decay(columns: int, **options: Any) -> Callable[..., jax.Array]:
     sizes = Sizes(
         b=16 if columns > 1 else 2**15, n=32768, c=columns, size=128, count=256, itemsize=2
     )
-    config = chunk_cumsum_decay.choose(sizes)
+    config = chunk_cumsum_decay.choose(sizes, H200)
     run = partial(pallas_ops.chunk_cumsum_decay, chunk_size=128, axis=1)
     return partial(run, implementation=KERNEL, config=config, **options)
 

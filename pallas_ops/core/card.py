@@ -1,13 +1,118 @@
-"""The GPU that code is lowered for."""
+"""The NVIDIA GPU that code is lowered for, and what is known of it."""
 
 import contextlib
+import dataclasses
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
-from jax.experimental.pallas import triton
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_ops.core import checks
+from pallas_ops.core import checks, launch
+from pallas_ops.core.backend import plgpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What launch choices depend on."""
+
+    name: str
+    capability: int  # 90 is sm_90
+    num_sms: int
+    shared_memory: int  # bytes that a program can have
+
+    def __str__(self) -> str:
+        memory = f"{self.shared_memory} bytes of shared memory a program"
+        return f"{self.name} ({self.num_sms} multiprocessors, {memory})"
+
+
+# Bytes of shared memory by capability; https://docs.nvidia.com/cuda/cuda-c-programming-guide
+SHARED_MEMORY = {
+    80: 166_912,
+    86: 101_376,
+    87: 166_912,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    103: 232_448,
+    107: 232_448,
+    110: 232_448,
+    120: 101_376,
+    121: 101_376,
+}
+# Capability and multiprocessors by a part of the name, for GPUs that are not there.
+KNOWN = {
+    "A30": (80, 56),
+    "A100": (80, 108),
+    "A800": (80, 108),
+    "A10": (86, 72),
+    "A40": (86, 84),
+    "A6000": (86, 84),
+    "RTX 3090": (86, 82),
+    "L4": (89, 58),
+    "L40": (89, 142),
+    "L40S": (89, 142),
+    "RTX 4090": (89, 128),
+    "H20": (90, 78),
+    "H100": (90, 132),
+    "H200": (90, 132),
+    "H800": (90, 132),
+    "GH200": (90, 132),
+    "B200": (100, 148),
+    "GB200": (100, 148),
+    "B300": (103, 148),
+    "GB300": (103, 148),
+    "RTX 5090": (120, 170),
+    "RTX PRO 6000": (120, 188),
+}
+H200 = Card("NVIDIA H200", 90, 132, SHARED_MEMORY[90])
+SMALLEST = Card("an unknown NVIDIA GPU", 80, 56, min(SHARED_MEMORY.values()))
+
+
+def current() -> Card:
+    """The GPU of the mesh that code is lowered under; else the local one; else the smallest.
+
+    Interpreted kernels have the launches of an H200.
+    """
+    if launch.is_interpreted():
+        return H200
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    local = _local()
+    if abstract is not None and (local is None or abstract.device_kind != local.device_kind):
+        return named(abstract.device_kind)
+    return SMALLEST if local is None else _of(local)
+
+
+def _local() -> Any:
+    """A GPU of this process, if JAX has one."""
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return None
+
+
+def _of(device: Any) -> Card:
+    """What JAX tells of a GPU that is there, and the table of those facts that it does not."""
+    card = named(device.device_kind)
+    capability = int(str(getattr(device, "compute_capability", "")).replace(".", "") or 0)
+    capability = capability or card.capability
+    memory = SHARED_MEMORY.get(capability, SMALLEST.shared_memory)
+    return Card(
+        device.device_kind,
+        capability,
+        getattr(device, "core_count", card.num_sms),
+        getattr(device, "shared_memory_per_block_optin", memory),
+    )
+
+
+def named(kind: str) -> Card:
+    """What the table knows of a GPU that is not there."""
+    for name in sorted(KNOWN, key=len, reverse=True):
+        if re.search(rf"\b{name}\b", kind):
+            capability, num_sms = KNOWN[name]
+            return Card(kind, capability, num_sms, SHARED_MEMORY[capability])
+    return dataclasses.replace(SMALLEST, name=kind)
 
 
 @contextlib.contextmanager
@@ -23,7 +128,7 @@ def target_gpu(kind: str) -> Iterator[None]:
     checks.instance("kind", kind, str)
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        info = getattr(triton, "get_gpu_info", None)  # JAX 0.10.2 has none, and needs none
+        info = getattr(plgpu, "get_gpu_info", None)  # JAX 0.10.2 has none, and needs none
         try:
             if info is not None:
                 info()

@@ -7,6 +7,7 @@ function serves, and exports for, every platform.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from pallas_ops.core import launch, vary
+from pallas_ops.core import backend, launch, vary
 
 Implementation = Literal["triton", "xla", "interpret"]
 Arrays = Sequence[jax.Array]
@@ -80,6 +81,7 @@ class Bound:
     def kernel(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
         if not all(x.size for x in xs):  # vmapped over nothing
             return self.reference(*xs)
+        backend.require()
 
         def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
             return self.op.kernel(*self.fill(xs), **dict(self.static))
@@ -151,7 +153,13 @@ dispatch_p.def_impl(_eager)
 
 
 def _lower_for_cuda(*xs: jax.Array, bound: Bound) -> tuple[jax.Array, ...]:
-    return bound.kernel(*xs)
+    try:
+        return bound.kernel(*xs)
+    except backend.NoKernelError as error:
+        if bound.implementation is not None:
+            raise
+        warnings.warn(f"{bound.op.name} runs as jax.numpy: {error}", stacklevel=1)
+        return bound.reference(*xs)
 
 
 def _lower_elsewhere(*xs: jax.Array, bound: Bound) -> tuple[jax.Array, ...]:

@@ -5,9 +5,9 @@ import struct
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import launch
+from pallas_ops.core.backend import plgpu
 
 Operand = jax.Array | float
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.sharding import ManualAxisType
+
+from pallas_ops.core.backend import plgpu
 
 _INTERPRETED = contextvars.ContextVar("pallas_ops_interpreted", default=False)
 

@@ -21,6 +21,11 @@ try:
     ir: Any = importlib.import_module("jax._src.lib.mlir").ir
     triton: Any = importlib.import_module("jax._src.lib.triton").dialect
     lowering: Any = importlib.import_module("jax._src.pallas.triton.lowering")
+    _needed = (
+        *(ir.InsertionPoint, ir.IntegerAttr, ir.IntegerType, triton.ScanOp, triton.scan_return),
+        *(lowering._ensure_ir_value, lowering._element_type, lowering.lower_jaxpr_to_triton_ir),
+        lowering.register_lowering,
+    )
     AVAILABLE = True
 except (ImportError, AttributeError):
     AVAILABLE = False

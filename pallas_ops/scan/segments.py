@@ -1,13 +1,12 @@
 """A long axis with few columns, in segments.
 
-One launch finds the total of each segment, a small one scans the totals, and a third one scans the
-tiles of each segment from there. No program waits for another, so the order in which programs start
-does not matter. (To have every program of the third launch join the totals before its segment
-saves a launch, but the kernel takes half as many registers again, and more reads than x itself
-where there are hundreds of segments.)
+One launch finds the total of each segment. Another one scans the tiles of each segment, starting
+from the sum of the totals before it. Where a column has few segments, each program adds these
+totals up on its own; where it has many, a small launch between the two scans them. No program waits
+for another, so the order in which programs start does not matter.
 
-A total is a pair (p, w), which stands for w * exp(p). Totals are arrays [b, c, count]: the segments
-of a column lie side by side, for the launch that scans them.
+A total is a pair (p, w), which stands for w * exp(p). Totals are arrays [b, c, count]: those of a
+column lie side by side.
 """
 
 from functools import partial
@@ -16,19 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import fastmath
+from pallas_ops.core.backend import plgpu
+from pallas_ops.core.checks import MAX_WARPS
 from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, power_of_two, span, whole
+from pallas_ops.core.tiles import Ref, both, power_of_two, span, whole
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.scan.tile import Ranges
 from pallas_ops.scan.view import Sizes
 
 Pair = tuple[jax.Array, jax.Array]
 
-LEAST_TOTALS = 512  # that a program scans, if there are so many
+FEW = 16  # segments of a column whose totals each program adds up on its own
+SCANNED = 512  # totals that a program scans at least, if there are so many
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the p of a pair of nothing
 
 
@@ -37,11 +38,22 @@ def shapes(s: Sizes) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((s.b, s.c, s.count), jnp.float32)] * 2
 
 
-def load(ranges: Ranges, p_ref: Ref, w_ref: Ref) -> Pair:
-    """Of a program's own segments, [ranges, columns]."""
+def load(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool = False) -> Pair:
+    """The sum before a program's own segments [ranges, columns], of what `prepared` returns."""
+    refs, few = (p_ref, w_ref), ranges.view.s.count <= FEW
     at, mask = _own(ranges)
-    other = None if mask is None else 0.0
-    p, w = (plgpu.load(ref.at[at], mask=mask, other=other) for ref in (p_ref, w_ref))
+    if few:
+        *at, number = (y[..., None] for y in at)
+        other = span(power_of_two(ranges.view.s.count))[None, None]
+        at = jnp.broadcast_arrays(*at, other)
+        earlier = (other > number) & (other < ranges.view.s.count) if reverse else other < number
+        mask = both(earlier, None if mask is None else mask[..., None])
+    others = (None, None) if mask is None else (LOWEST, 0.0)
+    loads = zip(refs, others, strict=True)
+    p, w = (plgpu.load(ref.at[tuple(at)], mask=mask, other=y) for ref, y in loads)
+    if few:
+        top = p.max(axis=-1)
+        return top, (w * fastmath.exp2((p - top[..., None]) * LOG2E)).sum(axis=-1)
     return p, w
 
 
@@ -67,10 +79,15 @@ def joined(before: Any, after: Any) -> Pair:
     return join(before, after, exp2=jnp.exp2)
 
 
-def sums_before(s: Sizes, totals: Pair, *, reverse: bool = False) -> Pair:
-    """For each segment the sum of the totals before it; in reverse, after it."""
+def prepared(s: Sizes, totals: Pair, *, reverse: bool = False) -> Pair:
+    """For each segment the sum of the totals before it (in reverse: after it).
+
+    The totals as they are where they are few, since `load` then adds them up.
+    """
+    if s.count <= FEW:
+        return totals
     columns, block = s.b * s.c, power_of_two(s.count)
-    num_columns = min(power_of_two(columns), max(1, LEAST_TOTALS // block))
+    num_columns = min(power_of_two(columns), max(1, SCANNED // block))
     views = [y.reshape(columns, s.count) for y in totals]
     p, w = launch(
         partial(_kernel, block=block, num_columns=num_columns, reverse=reverse),
@@ -80,7 +97,7 @@ def sums_before(s: Sizes, totals: Pair, *, reverse: bool = False) -> Pair:
         in_specs=[whole(y) for y in views],
         out_specs=[whole(y) for y in views],
         out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in views],
-        num_warps=max(1, block * num_columns // 128),  # four totals a lane
+        num_warps=min(MAX_WARPS, max(1, block * num_columns // 128)),  # four totals a lane
     )
     return p.reshape(totals[0].shape), w.reshape(totals[1].shape)
 

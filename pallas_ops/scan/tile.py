@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_ops.core import launch
+from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, both, span, stack, unstack
 from pallas_ops.scan.view import View
 

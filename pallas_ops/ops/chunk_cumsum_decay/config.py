@@ -3,6 +3,7 @@
 import dataclasses
 
 from pallas_ops.core import checks
+from pallas_ops.core.card import Card
 from pallas_ops.core.tiles import power_of_two
 from pallas_ops.scan.view import MAX_VECTOR, Sizes
 
@@ -44,17 +45,17 @@ class ChunkCumsumDecayConfig:
             )
 
 
-def choose(s: Sizes, *, num_sms: int = 132) -> ChunkCumsumDecayConfig:
+def choose(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
     """In segments where one chunk is the whole axis; a tall chunk of few columns is one tile."""
     block_c, most = _usual(s)
-    if 1 < s.c <= NARROW and most < s.size <= TALL and s.b * s.count * s.c <= 4 * num_sms:
+    if 1 < s.c <= NARROW and most < s.size <= TALL and s.b * s.count * s.c <= 4 * card.num_sms:
         # Too few programs to hide a load's latency: each column's chunk is loaded at once.
         return ChunkCumsumDecayConfig(block_n=power_of_two(s.size), num_warps=MAX_WARPS)
-    num_segments = min(8 * num_sms // (s.b * -(-s.c // block_c)), -(-s.n // most))
+    num_segments = min(8 * card.num_sms // (s.b * -(-s.c // block_c)), -(-s.n // most))
     if s.count > 1 or num_segments < LEAST_SEGMENTS:
-        return _choose_tiles(s, num_sms)
+        return _choose_tiles(s, card)
     part = dataclasses.replace(s, size=-(-s.n // num_segments), count=num_segments)
-    return dataclasses.replace(_choose_tiles(part, num_sms), num_segments=num_segments)
+    return dataclasses.replace(_choose_tiles(part, card), num_segments=num_segments)
 
 
 def _vector(s: Sizes) -> int:
@@ -69,7 +70,7 @@ def _usual(s: Sizes) -> tuple[int, int]:
     return block_c, ROW_ELEMENTS if s.c == 1 else max(64, TILE_BYTES // (block_c * s.itemsize))
 
 
-def _choose_tiles(s: Sizes, num_sms: int) -> ChunkCumsumDecayConfig:
+def _choose_tiles(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
     """Whole lines of memory, loads that run ahead, and more warps where the array is small."""
     block_c, most = _usual(s)
     block_n = min(power_of_two(s.size), MAX_WARPS * most if s.c == 1 else most)
@@ -78,18 +79,20 @@ def _choose_tiles(s: Sizes, num_sms: int) -> ChunkCumsumDecayConfig:
     per_warp = ROW_ELEMENTS if s.c == 1 else TILE_BYTES // s.itemsize
     num_chunks = max(1, min(per_warp // (block_n * block_c), power_of_two(s.b * s.count)))
     programs = -(-s.c // block_c) * -(-s.b * s.count // num_chunks)
-    while num_chunks > 1 and programs < 32 * num_sms:
+    while num_chunks > 1 and programs < 32 * card.num_sms:
         num_chunks //= 2
         programs *= 2
     elements = block_n * num_chunks * block_c
     num_warps = max(1, elements // per_warp)
-    while num_warps < MAX_WARPS and programs * (num_warps if s.c > NARROW else 1) < 3 * num_sms:
+    while (
+        num_warps < MAX_WARPS and programs * (num_warps if s.c > NARROW else 1) < 3 * card.num_sms
+    ):
         if elements // (32 * num_warps) <= 2 * _vector(s):
             break
         num_warps *= 2
     if s.c <= NARROW:
         one_tile = s.size <= block_n
-        num_steps = 1 if s.c == 1 or (one_tile and programs >= 15 * num_sms) else 2
+        num_steps = 1 if s.c == 1 or (one_tile and programs >= 15 * card.num_sms) else 2
     else:
         num_steps = block_n if block_n <= 16 else 8
     return ChunkCumsumDecayConfig(

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_ops.core import card
+from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, both
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig, choose
 from pallas_ops.ops.chunk_cumsum_decay.reference import Shift, among, edges
@@ -64,7 +65,7 @@ def plan_of(
     if cu_seqlens is not None:  # each sequence may end in a short one, as what is around them
         count = (n + (cu_seqlens.size + 1) * (size - 1)) // size
     s = dataclasses.replace(s, size=size, count=count)
-    c = config or choose(s)
+    c = config or choose(s, card.current())
     view = View(
         s=s,
         reverse=reverse,

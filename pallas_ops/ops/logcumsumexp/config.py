@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from pallas_ops.core import checks
+from pallas_ops.core.card import Card
 from pallas_ops.core.tiles import power_of_two
 from pallas_ops.scan.view import Sizes
 
@@ -12,7 +13,7 @@ TILE_BYTES = 8192  # of a tile with columns
 WARP_BYTES = 4096  # of a warp's tile along a last axis; half of that with columns
 WIDEST, NARROWER = 64, 32  # columns of a tile: 128 or 64 bytes of memory side by side
 MOST_ROWS = 8  # of a program along a last axis
-MOST_SEGMENTS = 528
+USUAL_SMS = 132
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,47 +48,49 @@ class LogcumsumexpConfig:
         checks.launch_choices(self, powers_of_two=powers)
 
 
-def choose_block_n(s: Sizes, *, num_sms: int = 132) -> int:
-    """Positions of a tile."""
-    most = ROW_ELEMENTS if s.c == 1 else TILE_BYTES // s.itemsize // _block_c(s, num_sms)
-    return min(power_of_two(s.n), most)
+def choose_block_n(s: Sizes) -> int:
+    """Positions of a tile: the same on every card, since a state is saved before each tile."""
+    if s.c == 1:
+        return min(power_of_two(s.n), ROW_ELEMENTS)
+    block_n = TILE_BYTES // s.itemsize // min(power_of_two(s.c), WIDEST)
+    if _programs(s, WIDEST) < USUAL_SMS <= _programs(s, NARROWER) + 4:
+        block_n *= 2  # and half as many columns make enough programs without segments
+    return min(power_of_two(s.n), block_n)
 
 
-def choose(
-    s: Sizes, block_n: int, *, backward: bool = False, num_sms: int = 132
-) -> LogcumsumexpConfig:
+def choose(s: Sizes, block_n: int, card: Card, *, backward: bool = False) -> LogcumsumexpConfig:
     """The launch for tiles of `block_n` positions."""
-    widest = min(power_of_two(s.b), MOST_ROWS) if s.c == 1 else _block_c(s, num_sms)
     most = ROW_ELEMENTS if s.c == 1 else TILE_BYTES // s.itemsize
+    widest = min(power_of_two(s.b), MOST_ROWS) if s.c == 1 else min(power_of_two(s.c), WIDEST)
     block_c = max(1, min(widest, most // block_n))
-    num_segments = _num_segments(s, block_n, block_c, backward, num_sms)
-    warp_bytes = WARP_BYTES if s.c == 1 else WARP_BYTES // 2
+    tiles = -(-s.n // block_n)
+    is_short = s.c > 1 and _programs(s, block_c) * tiles <= card.num_sms
+    if is_short:  # the axis: more programs, of as many warps
+        block_c = min(block_c, NARROWER)
+    num_segments = _num_segments(s, tiles, block_c, card, backward=backward)
+    warp_bytes = WARP_BYTES if s.c == 1 else WARP_BYTES // (4 if is_short else 2)
     exact = 2048 if s.c > 1 else 256 if backward else 512  # elements
+    num_stages = 2 if backward and num_segments == 1 else 3
     return LogcumsumexpConfig(
         block_n=block_n,
         block_c=block_c,
         block_exact=max(1, min(block_n, exact // block_c)),
         num_segments=num_segments,
         num_warps=max(1, block_n * block_c * s.itemsize // warp_bytes),
-        num_stages=1 if s.c == 1 else 2 if backward and num_segments == 1 else 3,
+        num_stages=1 if s.c == 1 or num_segments == tiles else num_stages,
     )
-
-
-def _block_c(s: Sizes, num_sms: int) -> int:
-    """Half as many columns where that makes enough programs without segments."""
-    if _programs(s, WIDEST) < num_sms <= _programs(s, NARROWER) + 4:
-        return NARROWER
-    return min(power_of_two(s.c), WIDEST)
 
 
 def _programs(s: Sizes, block_c: int) -> int:
     return s.b * -(-s.c // block_c)
 
 
-def _num_segments(s: Sizes, block_n: int, block_c: int, backward: bool, num_sms: int) -> int:
-    """Some warps to each multiprocessor, of at least two tiles each."""
+def _num_segments(s: Sizes, tiles: int, block_c: int, card: Card, *, backward: bool) -> int:
+    """Segments of one tile each where that makes at most 4 programs a multiprocessor."""
     programs = _programs(s, block_c)
-    if programs >= num_sms - 4:
+    if programs >= card.num_sms - 4:
         return 1
+    if s.c > 1 and programs * tiles <= 4 * card.num_sms:
+        return tiles
     each = 16 if s.c == 1 else 2 if backward else 4  # programs of a multiprocessor
-    return max(1, min(each * num_sms // programs, MOST_SEGMENTS, -(-s.n // block_n) // 2))
+    return max(1, min(each * card.num_sms // programs, 4 * card.num_sms, tiles // 2))

@@ -57,7 +57,7 @@ def forward(
     column = None if initial is None else initial.reshape(s.b, 1, s.c)
     before: tuple[jax.Array | None, ...] = None, None
     if s.count > 1:
-        before = segments.sums_before(s, _totals(plan, view))
+        before = segments.prepared(s, _totals(plan, view))
     operands = (view, column, *before)
     sizes = (1, *[saved] * (2 * save))
     out, *others = launch(

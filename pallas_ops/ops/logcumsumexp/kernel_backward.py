@@ -56,7 +56,7 @@ def backward(
     column = None if dfinal is None else dfinal.reshape(s.b, 1, s.c)
     behind: tuple[jax.Array | None, ...] = None, None
     if s.count > 1:
-        behind = segments.sums_before(s, _totals(plan, arrays), reverse=True)
+        behind = segments.prepared(s, _totals(plan, arrays), reverse=True)
     operands = (*arrays, column, *behind)
     dx, dinitial = launch(
         partial(_backward_kernel, plan=plan),
@@ -128,7 +128,7 @@ def _backward_kernel(
     if dfinal_ref is not None:
         grad = ranges.load(dfinal_ref, 0) * inverse(total)
     if p_ref is not None:
-        last, (p, w) = pivot, segments.load(ranges, p_ref, w_ref)
+        last, (p, w) = pivot, segments.load(ranges, p_ref, w_ref, reverse=True)
         pivot, _ = plan.load_saved(ranges, saved, (ranges.number + 1) * plan.view.tiles)
         grad = below(grad, pivot, last) + w * exp2((p + pivot) * LOG2E)
     after = _tiles(plan, ranges, state_of((pivot, grad)), saved, (x_ref, do_ref, dx_ref))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core import fastmath
+from pallas_ops.core import card, fastmath
 from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, choose
@@ -98,7 +98,7 @@ def plan_of(
 ) -> Plan:
     """How to run along one axis of x, with tiles of `block_n` unless a config is given."""
     s = Sizes.of(x.shape, axis, x.dtype.itemsize)
-    c = choose(s, block_n, backward=backward) if config is None else config
+    c = config or choose(s, block_n, card.current(), backward=backward)
     view = View(
         s=s.split(c.num_segments, c.block_n),
         reverse=reverse,

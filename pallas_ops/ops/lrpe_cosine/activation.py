@@ -1,7 +1,7 @@
-"""Activations and their derivatives: elementwise ones in one table, and the two softmaxes.
+"""Activations and their derivatives: a table of the elementwise ones, and the two softmaxes.
 
 Kernels apply them to a tile [tokens, features] in float32, with the approximations of `fastmath`.
-A softmax over the sequence needs values that all tokens share (`Column`).
+A softmax over the sequence reads values that all tokens share (`Column`).
 """
 
 from collections.abc import Callable, Mapping
@@ -19,16 +19,16 @@ class Activation(NamedTuple):
     """One elementwise activation."""
 
     reference: Callable[[jax.Array], jax.Array]  # the definition, in any dtype
-    tile: Callable[[jax.Array], jax.Array]
-    pullback: Callable[[Any, jax.Array], jax.Array]  # (x, da) -> da times the derivative at x
+    tile: Callable[[jax.Array], jax.Array]  # the same for a tile in a kernel
+    pullback: Callable[[Any, jax.Array], jax.Array]  # (x, da) -> dx, for a tile
 
 
 class Column(NamedTuple):
-    """Values of a softmax over the sequence, per feature: a = exp(x - pivot) * share."""
+    """Values per feature of a softmax over the sequence: a = exp(x - pivot) * share."""
 
     pivot: Any = None  # the maximum of x
     share: Any = None  # the reciprocal of the sum of exp(x - pivot)
-    mean: Any = None  # the sum of a * da; backward only
+    mean: Any = None  # the sum of a * da; only the backward pass has it
 
 
 def activate(act: str, x: jax.Array, column: Column) -> jax.Array:
@@ -43,7 +43,7 @@ def activate(act: str, x: jax.Array, column: Column) -> jax.Array:
 
 
 def pull(act: str, x: Any, da: jax.Array, column: Column) -> jax.Array:
-    """dx from da; "none" does not read x."""
+    """dx from da, the gradient of act(x); "none" does not read x."""
     if act not in (SOFTMAX_FEATURES, SOFTMAX_SEQUENCE):
         return ACTIVATIONS[act].pullback(x, da)
     a = activate(act, x, column)

@@ -32,7 +32,7 @@ def lrpe_cosine(
         a = act(x),  phi[n, h, d] = (offset + n) * theta[h, d]
         out = concat(a cos(phi), a sin(phi)) along the features
 
-    so that inner products of queries and keys thus turned depend on the distance of their
+    Inner products of queries and keys that are turned like this depend on the distance of their
     positions, as cos((m - n) theta) does.
 
     Computed in float32 and returned in the dtype of x. For positions up to 2**24 and |theta| <= 4,
@@ -41,12 +41,12 @@ def lrpe_cosine(
 
     Args:
       x: [B, N, H, D], or [B, H, N, D] with layout="BHND", or [B, N, D]; bfloat16, float16, float32
-        (float64 runs the reference). Beside a theta of one head, nothing tells N from H: heads
-        that come first without layout="BHND" are taken for tokens.
+        (float64 runs the reference). With a theta of one head no check tells N from H: an array
+        [B, H, N, D] without layout="BHND" is taken for [B, N, H, D].
       theta: [H, E], or [1, E] for all heads alike, or [H, 1] for all features alike; floating,
-        taken as its float32 value. Features from E > 1 on get angle 0.
+        taken as its float32 value. If E > 1, features d >= E get angle 0.
       offset: the position of the first token: an integer, or an integer array of shape [] or [B],
-        which may be traced. A new one compiles nothing.
+        which may be traced. A new value of a traced one compiles nothing.
       positions: [N] or [B, N], integers or real numbers (taken as float32), in place of offset + n
         (`position_ids`).
       act: "none", "relu", "sigmoid", "silu", or "softmax" along `axis`.
@@ -117,20 +117,16 @@ def prepare(
     theta: ArrayLike,
     offset: ArrayLike | Sequence[int],
     positions: ArrayLike | Sequence[float] | None,
-    act: Act,
-    axis: SupportsIndex | None,
-    layout: Layout,
-    implementation: Implementation | None = "xla",
-    config: LrpeCosineConfig | None = None,
+    *options: Any,
 ) -> tuple[vjp.Params, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """The arguments of `evaluate` for `lrpe_cosine`, or a refusal."""
+    """The arguments of `evaluate` for `lrpe_cosine`, checked.
+
+    `options` are act, axis, layout, implementation (default "xla") and config (default None).
+    """
     x, theta = checks.array("x", x), checks.array("theta", theta)
     first = refusals.offset(offset, x.shape, given=positions is not None)
     places = checks.optional_array("positions", positions)
-    signatures = map(checks.signature, (x, theta, first, places))
-    same = act, axis, layout, implementation, config
-    facts: Any = (*signatures, "N", None, 0, *same)
-    params = vjp.Params(**refusals.static(*facts))
+    params = _params((x, theta, first, places), "N", None, 0, *options)
     return params, x, theta, first, None if places is None else places[..., None]
 
 
@@ -139,21 +135,19 @@ def prepare_md(
     theta: ArrayLike,
     grid: tuple[Any, SupportsIndex],
     positions: ArrayLike | None,
-    act: Act,
-    axis: SupportsIndex | None,
-    layout: Layout,
-    implementation: Implementation | None = "xla",
-    config: LrpeCosineConfig | None = None,
+    *options: Any,
 ) -> tuple[vjp.Params, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """The arguments of `evaluate` for `md_lrpe_cosine`, or a refusal."""
+    """`prepare` for `md_lrpe_cosine`; `grid` is its shape and num_prefix_tokens."""
     x, theta = checks.array("x", x), checks.array("theta", theta)
     points, num_prefix_tokens = refusals.grid(*grid, given=positions is not None)
     places = checks.optional_array("positions", positions)
-    signatures = map(checks.signature, (x, theta, None, places))
-    same = act, axis, layout, implementation, config
-    facts: Any = (*signatures, "N K", points, num_prefix_tokens, *same)
-    params = vjp.Params(**refusals.static(*facts))
+    params = _params((x, theta, None, places), "N K", points, num_prefix_tokens, *options)
     return params, x, theta, None, places
+
+
+def _params(arrays: Sequence[jax.Array | None], *facts: Any) -> vjp.Params:
+    """The static arguments; `facts` are those of `refusals.static` after the arrays' types."""
+    return vjp.Params(**refusals.static(*map(checks.signature, arrays), *facts))
 
 
 def evaluate(
@@ -173,7 +167,7 @@ def evaluate(
         whole if x.ndim == 4 else whole[:, :, None], theta, offset, positions
     )
     if params.implementation == "xla":
-        out = vjp.reference(params, *operands)
+        out = reference.rotate(*operands, **vars(params))
     else:
         out = vjp.rotate(params, *forward_mode.refuse("lrpe_cosine", *operands))
     out = out.reshape(*x.shape[:-1], 2 * x.shape[-1])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ops.core import checks
+from pallas_ops.core.card import Card, current
 from pallas_ops.core.tiles import power_of_two
 
 SOFTMAX_FEATURES, SOFTMAX_SEQUENCE = "softmax_features", "softmax_sequence"
@@ -15,7 +16,7 @@ WIDEST = 4096  # features that one tile can hold
 WALK_TILES = 8  # tiles that one step of a walk loads together
 # A walk that also stores loads fewer tiles together, because no load is moved above a store. It
 # pipelines its loop instead: asynchronous copies are issued before earlier stores.
-STORING_WALK_TILES, STORING_WALK_STAGES = 2, 3
+STORING_WALK_TILES, STORING_WALK_STAGES = 2, 3  # the latter at most
 SPREAD_ELEMENTS = 2**22  # of x: from this size on, a copy of an unaligned theta pays
 
 
@@ -87,7 +88,7 @@ def choose(s: Sizes, *, scattered: bool = False) -> LrpeCosineConfig:
     )
 
 
-def choose_walk(s: Sizes, act: str, *, num_sms: int = 132) -> LrpeCosineConfig:
+def choose_walk(s: Sizes, act: str, card: Card) -> LrpeCosineConfig:
     """The launch of kernels that walk the sequence: 1,024 elements a tile, 8 a thread.
 
     The sequence is split until there are 32 programs a multiprocessor. A short sequence is not
@@ -97,7 +98,7 @@ def choose_walk(s: Sizes, act: str, *, num_sms: int = 132) -> LrpeCosineConfig:
     block_n = max(1, min(1024 // block_d, power_of_two(-(-s.n // WALK_TILES))))
     steps = -(-s.n // (WALK_TILES * block_n))
     walks = s.b * s.h * -(-s.d // block_d)
-    parts = max(1, min(steps, 32 * num_sms // walks))
+    parts = max(1, min(steps, 32 * card.num_sms // walks))
     return LrpeCosineConfig(
         variant="block",
         block_n=block_n,
@@ -105,6 +106,13 @@ def choose_walk(s: Sizes, act: str, *, num_sms: int = 132) -> LrpeCosineConfig:
         num_parts=1 if act == SOFTMAX_SEQUENCE and steps <= 2 else parts,
         num_warps=max(1, block_n * block_d // 256),
     )
+
+
+def storing_stages(c: LrpeCosineConfig, itemsize: int, card: Card) -> int:
+    """Stages of a walk that stores: each but the last holds x and dout of a step's tiles."""
+    tile = c.block_n * c.block_d * itemsize
+    fitting = (card.shared_memory - tile) // (3 * STORING_WALK_TILES * tile)
+    return min(STORING_WALK_STAGES, 1 + fitting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +196,7 @@ def plan_of(
     s = Sizes(b=b, n=n, h=h, d=x.shape[-1])
     num_axes = len(shape or ()) if positions is None else positions.shape[-1]
     if config is None and act == SOFTMAX_SEQUENCE:
-        config = choose_walk(s, act)
+        config = choose_walk(s, act, current())
     elif config is None:
         small = b * n * h * s.d < SPREAD_ELEMENTS
         config = choose(s, scattered=num_axes > 1 and theta.shape[1] % 4 > 0 and small)

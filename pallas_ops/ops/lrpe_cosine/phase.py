@@ -1,8 +1,9 @@
-"""Angles in turns, right at any position: jax.numpy, without a fused multiply-add.
+"""Angles in turns, accurate at any position, in jax.numpy without a fused multiply-add.
 
-A float32 product of a position near 2**24 and a frequency is off by up to half a turn and more.
-Here a position times a frequency is a sum of products that float32 holds exactly, so whole turns
-can be taken off each; no compiler that fuses a product with a sum changes anything.
+A float32 product of a position near 2**24 and a frequency is off by half a turn and more. Here a
+position times a frequency is a sum of products that float32 holds exactly, and whole turns are
+taken off each of them. A compiler that fuses a product with a sum changes nothing, because the
+products are exact.
 """
 
 import math
@@ -18,7 +19,8 @@ INVERSE_TURN = 1 / (2 * math.pi)
 def turns(position: jax.Array, theta: jax.Array) -> jax.Array:
     """position * theta / (2 pi) less a whole number, in [-0.5, 0.5].
 
-    In float32 within 2**-21 for |position| <= 2**24 and |theta| <= 4, both taken as they are.
+    In float32 the error is below 2**-21 for |position| <= 2**24 and |theta| <= 4, both taken as
+    exact.
     """
     if position.dtype == jnp.float64:
         return _fraction(position * (theta * INVERSE_TURN))
@@ -62,24 +64,24 @@ def _fraction(x: jax.Array) -> jax.Array:
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x as a sum of numbers of 12 bits, whose products float32 holds."""
+    """Two numbers of 12 bits whose sum is x; float32 holds products of such numbers exactly."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
     high = lax.bitcast_convert_type(bits, jnp.float32)
     return high, x - high
 
 
 def _two_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x + y rounded, and what that lost."""
+    """x + y rounded, and the rounding error (Knuth's TwoSum)."""
     total = x + y
-    there = total - x
-    return total, (x - (total - there)) + (y - there)
+    rounded_y = total - x
+    return total, (x - (total - rounded_y)) + (y - rounded_y)
 
 
-def _pieces(value: float) -> tuple[float, float, float, float]:
-    """A constant as a sum of three numbers of 12 bits and a rest."""
+def _pieces(value: float) -> tuple[float, ...]:
+    """Three numbers of 12 bits and a rest, whose sum is `value`."""
     pieces = []
     for _ in range(3):
         unit = 2.0 ** (math.frexp(value)[1] - 12)
         pieces.append(math.floor(value / unit) * unit)
         value -= pieces[-1]
-    return pieces[0], pieces[1], pieces[2], value
+    return *pieces, value

@@ -20,20 +20,14 @@ Layout = Literal["BNHD", "BHND"]
 Act = Literal["none", "relu", "sigmoid", "silu", "softmax"]
 
 
-def rotate(
-    x: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-    **static: Any,
-) -> jax.Array:
-    """act(x) cos(phi) and act(x) sin(phi)."""
-    return _turned(x, _angles(x.shape[-1], theta, offset, positions, **static), **static)
+def rotate(x: jax.Array, *where: jax.Array | None, **static: Any) -> jax.Array:
+    """act(x) cos(phi) and act(x) sin(phi); `where` is theta, offset and positions."""
+    return _turned(x, _angles(x.shape[-1], *where, **static), **static)
 
 
 def _angles(
     d: int,
-    theta: jax.Array,
+    theta: Any,
     offset: jax.Array | None,
     positions: jax.Array | None,
     *,
@@ -42,13 +36,26 @@ def _angles(
     per_batch: bool,
     **_: Any,
 ) -> jax.Array:
-    """phi / (2 pi) [(B,) N, H, D], of one head if they share theta."""
+    """phi / (2 pi) [(B,) N, H, D], of one head if they share theta.
+
+    Feature d turns by the position on axis d // E times theta[h, d % E].
+    """
     if positions is None:
         positions = grid(shape or (), num_prefix_tokens)
         if offset is not None:
             positions = positions[None] + offset[:, None, None]
             positions = positions if per_batch else positions[0]
-    return turns(theta, positions.astype(theta.dtype), d)
+    positions = positions.astype(theta.dtype)
+    width, axes = theta.shape[1], positions.shape[-1]
+    if axes == 1:
+        positions = positions[..., None]
+        theta = theta if width == 1 else jnp.pad(theta, ((0, 0), (0, d - width)))
+    else:
+        positions = jnp.repeat(positions, width, axis=-1)[..., None, :d]
+        theta = jnp.tile(theta, (1, axes))[:, :d]
+    theta = theta.reshape((1,) * (positions.ndim - 2) + theta.shape)
+    shape = jnp.broadcast_shapes(positions.shape, theta.shape)
+    return phase.turns(jnp.broadcast_to(positions, shape), jnp.broadcast_to(theta, shape))
 
 
 def grid(shape: tuple[int, ...], num_prefix_tokens: int) -> jax.Array:
@@ -68,65 +75,43 @@ def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
     return jnp.where(prefix, jnp.zeros_like(positions), positions)
 
 
-def turns(theta: jax.Array, positions: jax.Array, d: int) -> jax.Array:
-    """phi / (2 pi) [(B,) N, H, D] of theta [H, E] and positions [(B,) N, K]; of 1 head if H is 1.
-
-    Feature d turns by the position on axis d // E times theta[h, d % E].
-    """
-    width, axes = theta.shape[1], positions.shape[-1]
-    if axes == 1:
-        positions = positions[..., None]
-        theta = theta if width == 1 else jnp.pad(theta, ((0, 0), (0, d - width)))
-    else:
-        positions = jnp.repeat(positions, width, axis=-1)[..., None, :d]
-        theta = jnp.tile(theta, (1, axes))[:, :d]
-    theta = theta.reshape((1,) * (positions.ndim - 2) + theta.shape)
-    shape = jnp.broadcast_shapes(positions.shape, theta.shape)
-    return phase.turns(jnp.broadcast_to(positions, shape), jnp.broadcast_to(theta, shape))
-
-
 def _turned(x: jax.Array, turn: jax.Array, *, act: str, heads_first: bool, **_: Any) -> jax.Array:
     """The output from angles [(B,) N, H, D]."""
-    a = _activated(x.astype(turn.dtype), act, heads_first)
+    a = x.astype(turn.dtype)
+    if act in (SOFTMAX_FEATURES, SOFTMAX_SEQUENCE):
+        a = jax.nn.softmax(a, axis=3 if act == SOFTMAX_FEATURES else _tokens(heads_first))
+    else:
+        a = ACTIVATIONS[act].reference(a)
     turn = jnp.swapaxes(turn, -3, -2) if heads_first else turn
     sin, cos = phase.sincos(turn if turn.ndim == a.ndim else turn[None])
     return jnp.stack([a * cos, a * sin], axis=3).astype(x.dtype)
 
 
-def _activated(x: jax.Array, act: str, heads_first: bool) -> jax.Array:
-    if act == SOFTMAX_FEATURES:
-        return jax.nn.softmax(x, axis=3)
-    if act == SOFTMAX_SEQUENCE:
-        return jax.nn.softmax(x, axis=2 if heads_first else 1)
-    return ACTIVATIONS[act].reference(x)
+def _tokens(heads_first: bool) -> int:
+    """The axis of tokens in x."""
+    return 2 if heads_first else 1
 
 
 def forward(
     x: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-    *,
+    *where: jax.Array | None,
     save: bool,
     config: LrpeCosineConfig | None,
     **static: Any,
 ) -> tuple[jax.Array, ...]:
-    """The output, and the same residuals as the kernel."""
-    turn = _angles(x.shape[-1], theta, offset, positions, **static)
-    out = _turned(x, turn, **static)
-    if not save:
-        return (out,)
+    """The output; to save: the same residuals as the kernel's."""
+    turn = _angles(x.shape[-1], *where, **static)
     saved: list[jax.Array] = []
-    if static["act"] == SOFTMAX_SEQUENCE:
+    if save and static["act"] == SOFTMAX_SEQUENCE:
         saved += _columns(x.astype(turn.dtype), **static)
-    if config is not None and config.cache_angles:
+    if save and config is not None and config.cache_angles:
         saved.append(jnp.broadcast_to(turn, (*turn.shape[:-1], x.shape[-1])))
-    return out, *saved
+    return _turned(x, turn, **static), *saved
 
 
 def _columns(x: jax.Array, *, heads_first: bool, **_: Any) -> tuple[jax.Array, jax.Array]:
     """The pivot and share of the sequence's softmax [B, H, D]."""
-    axis = 2 if heads_first else 1
+    axis = _tokens(heads_first)
     pivot = jnp.maximum(x.max(axis=axis), jnp.finfo(x.dtype).min)
     return pivot, 1 / jnp.exp(x - jnp.expand_dims(pivot, axis)).sum(axis=axis)
 
@@ -138,16 +123,14 @@ def backward(
     offset: jax.Array | None,
     positions: jax.Array | None,
     cached: jax.Array | None,
-    pivot: jax.Array | None,
-    share: jax.Array | None,
+    *_: jax.Array | None,
     **static: Any,
 ) -> tuple[jax.Array]:
-    """dx"""
-    del pivot, share, static["config"]
+    """dx. A softmax's pivot and share are not used."""
     x = jnp.zeros_like(dout[:, :, :, 0]) if x is None else x
     turn = _angles(x.shape[-1], theta, offset, positions, **static) if cached is None else cached
-    (dx,) = jax.vjp(lambda x: _turned(x, turn, **static), x)[1](dout)
-    return (dx,)
+    dx: tuple[jax.Array] = jax.vjp(partial(_turned, turn=turn, **static), x)[1](dout)
+    return dx
 
 
 def gradients(
@@ -156,15 +139,15 @@ def gradients(
     theta: jax.Array,
     offset: jax.Array | None,
     positions: jax.Array | None,
-    pivot: jax.Array | None,
-    share: jax.Array | None,
-    *,
+    *_: jax.Array | None,
     with_x: bool,
     **static: Any,
 ) -> tuple[jax.Array, ...]:
-    """dx, if asked for, and dtheta."""
-    del pivot, share, static["config"]
-    run = partial(rotate, offset=offset, positions=positions, **static)
+    """dx, if asked for, and dtheta. Cached angles and a softmax's pivot and share are not used."""
+
+    def run(x: jax.Array, theta: jax.Array) -> jax.Array:
+        return rotate(x, theta, offset, positions, **static)
+
     pull = jax.vjp(run, x, theta)[1] if with_x else jax.vjp(partial(run, x), theta)[1]
-    pulled: tuple[jax.Array, ...] = pull(dout)
-    return pulled
+    found: tuple[jax.Array, ...] = pull(dout)
+    return found

@@ -24,7 +24,11 @@ ACTS = (*ACTIVATIONS, "softmax")
 
 
 def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
-    """int32 [1] or [B], NumPy's for a number (so nothing runs eagerly); None for the number 0."""
+    """The offset as int32 [1] or [B], or None for the number 0.
+
+    A number becomes a NumPy array, so that nothing is computed while arguments are checked.
+    `given`: whether positions are given.
+    """
     if hasattr(value, "dtype") or (isinstance(value, Sequence) and not isinstance(value, str)):
         array: Any = checks.array("offset", value)
         checks.integers("offset", array)
@@ -48,12 +52,16 @@ def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
 
 
 def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[tuple[int, ...] | None, int]:
-    """The grid's shape, if there is one, and the number of prefix tokens."""
+    """The grid's shape, if there is one, and the number of prefix tokens.
+
+    `given`: whether positions are given.
+    """
     num_prefix_tokens = checks.integer("num_prefix_tokens", num_prefix_tokens, least=0)
     if shape is None and given:
         return None, num_prefix_tokens
     sizes = list(shape) if isinstance(shape, Sequence | np.ndarray) and np.ndim(shape) else []
-    if not sizes or not all(map(_is_size, sizes)):
+    # A size may be symbolic under `jax.export`.
+    if not sizes or not all(checks.is_index(n) or jax.export.is_symbolic_dim(n) for n in sizes):
         raise TypeError(
             f"{checks.shown('shape', shape)}; accepted: the grid's, a sequence of one int or more "
             "(None only with positions)"
@@ -62,10 +70,6 @@ def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[tuple[int,
     if any(size < 0 for size in known):
         raise ValueError(f"shape is {tuple(known)}; accepted: no negative sizes")
     return tuple(known), num_prefix_tokens
-
-
-def _is_size(x: Any) -> bool:
-    return checks.is_index(x) or jax.export.is_symbolic_dim(x)
 
 
 @checks.cached
@@ -80,23 +84,26 @@ def static(
     act: str,
     axis: int | None,
     layout: str,
-    implementation: Implementation | None,
-    config: LrpeCosineConfig | None,
+    implementation: Implementation | None = "xla",
+    config: LrpeCosineConfig | None = None,
 ) -> dict[str, Any]:
-    """The fields of `vjp.Params`, or a refusal; all arguments are hashable, so it runs once.
+    """The fields of `vjp.Params`; an error if an argument is not accepted.
 
-    `axes` are those of positions that all batch elements share.
+    All arguments are hashable, so this runs once for equal ones. `axes` are those of positions that
+    all batch elements share: "N", or "N K" on a grid.
     """
     checks.implementation(implementation, config, LrpeCosineConfig)
     checks.floating("x", x)
     sizes = _sizes(x, layout)
-    num_axes = 1 if "K" not in axes else len(shape or ())
+    num_axes = len(shape or ()) if "K" in axes else 1
     if positions is not None:
-        _check_positions(positions, axes, sizes, num_axes)
-        num_axes = positions.shape[-1] if "K" in axes else 1
+        num_axes = _check_positions(positions, axes, sizes, num_axes)
     _check_theta(theta, sizes, num_axes)
-    if shape is not None:
-        _check_grid(shape, num_prefix_tokens, sizes["N"])
+    if shape is not None and num_prefix_tokens + math.prod(shape) != sizes["N"]:
+        raise ValueError(
+            f"shape is {shape} and num_prefix_tokens {num_prefix_tokens}; accepted: sizes with "
+            f"num_prefix_tokens + prod(shape) = N = {sizes['N']}"
+        )
     kind = _act(act, axis, len(x.shape), layout)
     implementation = _implementation(implementation, x, sizes | {"E": theta.shape[1]}, kind)
     if config is not None:
@@ -133,21 +140,24 @@ def _implementation(
 def _sizes(x: Struct, layout: str) -> dict[str, int]:
     checks.one_of("layout", layout, ("BNHD", "BHND"))
     axes = checks.Axes()
-    axes.check("x", x, " ".join(layout), *["B N D"] * (layout == "BNHD"))
+    forms = ("B N H D", "B N D") if layout == "BNHD" else ("B H N D",)
+    axes.check("x", x, *forms)
     return axes.sizes
 
 
-def _check_positions(x: Struct, axes: str, sizes: dict[str, int], num_axes: int) -> None:
+def _check_positions(x: Struct, axes: str, sizes: dict[str, int], num_axes: int) -> int:
+    """The number of axes that positions have, given that of the grid (0 if there is no grid)."""
     real = jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)
     if not real:
         raise TypeError(f"positions.dtype is '{x.dtype}'; accepted: integers or floating numbers")
-    if not isinstance(x.shape[-1], int) and "K" in axes:
-        raise ValueError(f"positions.shape is {x.shape}; accepted: symbolic sizes, but not for K")
     known = checks.Axes()
     known.learn("x", B=sizes["B"], N=sizes["N"])
     if num_axes:
         known.learn("shape", K=num_axes)
     known.check("positions", x, axes, f"B {axes}")
+    if not isinstance(known.sizes["K"], int):
+        raise ValueError(f"positions.shape is {x.shape}; accepted: symbolic sizes, but not for K")
+    return known.sizes["K"]
 
 
 def _check_theta(theta: Struct, sizes: dict[str, int], num_axes: int) -> None:
@@ -163,14 +173,6 @@ def _check_theta(theta: Struct, sizes: dict[str, int], num_axes: int) -> None:
     if not fits:
         forms = "[1, E]" if heads == 1 else f"[1, E] or [H, E] with H = {heads}"
         raise ValueError(f"theta.shape is {theta.shape}; accepted: {forms} and {what}")
-
-
-def _check_grid(shape: tuple[int, ...], num_prefix_tokens: int, n: int) -> None:
-    if num_prefix_tokens + math.prod(shape) != n:
-        raise ValueError(
-            f"shape is {shape} and num_prefix_tokens {num_prefix_tokens}; accepted: sizes with "
-            f"num_prefix_tokens + prod(shape) = N = {n}"
-        )
 
 
 def _act(act: Any, axis: Any, rank: int, layout: str) -> str:

@@ -1,25 +1,38 @@
 """What a program of lrpe_cosine sees: a tile of rows and features, and the angles of its elements.
 
-x is viewed as [B, rows, D], where a row is one head of one token: (token, head) or (head, token).
-The output is viewed as [B, rows, 2, D].
+A row is one head of one token. x is viewed as [B, rows, D], with rows in the order (token, head)
+or, with heads first, (head, token). The output is viewed as [B, rows, 2, D].
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
+from jax.experimental import pallas as pl
 
+from pallas_ops.core.backend import plgpu
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, both, span, whole
 from pallas_ops.ops.lrpe_cosine import trigonometry
+from pallas_ops.ops.lrpe_cosine.activation import Column
 from pallas_ops.ops.lrpe_cosine.config import SPREAD_ELEMENTS, Plan
 
-Operands = Sequence[jax.Array | None]
+
+class Operands(NamedTuple):
+    """The operands of a launch, or their refs in its kernel. Absent ones are None."""
+
+    x: Any = None  # [B, rows, D]
+    dout: Any = None  # [B, rows, 2, D]
+    theta: Any = None  # [H, E] or [1, E], or `spread_theta` of it
+    offset: Any = None  # [B] or [1]
+    positions: Any = None  # [(B,) N, K]
+    cached: Any = None  # angles in turns [(B,) N, H, D]
+    pivot: Any = None  # [B, H, D], as share and mean: the fields of `Column`
+    share: Any = None
+    mean: Any = None
 
 
 def run(
@@ -30,9 +43,14 @@ def run(
     grid: tuple[int, ...],
     name: str,
 ) -> list[jax.Array]:
-    """Launches a kernel body whose programs see all of every array."""
+    """Launches `body(operands, *results, plan=plan)` on refs; each program sees whole arrays."""
+
+    def kernel(*refs: Ref | None) -> None:
+        count = len(operands)
+        body(Operands(*refs[:count]), *refs[count:], plan=plan)
+
     return launch(
-        partial(body, plan=plan),
+        kernel,
         *operands,
         name=name,
         grid=grid,
@@ -44,74 +62,84 @@ def run(
 
 
 class Tile:
-    """Some rows and some features, of any batch element; index arrays are [rows, features]."""
+    """Rows and features of one batch element; index arrays are [rows, 1] and [1, features]."""
 
     def __init__(
         self,
         plan: Plan,
+        b: Any,
         row: jax.Array,
         token: jax.Array,
         head: jax.Array,
-        feature: jax.Array,
+        block_d: Any,
         inside: jax.Array | None,
     ) -> None:
-        self.plan = plan
+        self.plan, self.b = plan, b
         self.row, self.token, self.head = row[:, None], token[:, None], head[:, None]
-        self.feature = feature[None]
-        self.shape = (row.size, feature.size)
+        self.feature = features(plan, block_d)
+        self.shape = (plan.c.block_n, plan.c.block_d)
         within = self.feature < plan.s.d if plan.s.d % plan.c.block_d else None
         mask = both(None if inside is None else inside[:, None], within)
         self.mask = None if mask is None else jnp.broadcast_to(mask, self.shape)
 
-    def load(self, ref: Ref, b: Any, *half: int) -> jax.Array:
+    def load(self, ref: Ref, *half: int) -> jax.Array:
         """The tile in float32, 0 outside the array; `half` 0 or 1 selects cos or sin."""
-        index = (b, self.row, *half, self.feature)
+        index = (self.b, self.row, *half, self.feature)
         return load_at(ref, index, self.mask).astype(jnp.float32)
 
-    def load_x(self, ref: Ref, b: Any) -> jax.Array:
-        """The tile of x, for a softmax -inf outside the array."""
-        x = self.load(ref, b)
-        if self.mask is None or not self.plan.act.startswith("softmax"):
-            return x
-        return jnp.where(self.mask, x, -jnp.inf)
+    def load_x(self, ref: Ref) -> jax.Array:
+        """The tile of x in float32. Outside the array it is 0, and -inf for a softmax."""
+        x = self.load(ref)
+        return self.masked(x, -jnp.inf) if self.plan.act.startswith("softmax") else x
 
-    def masked(self, x: jax.Array) -> jax.Array:
-        """x, 0 outside the array."""
-        return x if self.mask is None else jnp.where(self.mask, x, 0.0)
+    def load_da(self, dout_ref: Ref, sin: jax.Array, cos: jax.Array) -> jax.Array:
+        """The gradient of act(x), from the gradient of the output."""
+        return self.load(dout_ref, 0) * cos + self.load(dout_ref, 1) * sin
 
-    def load_da(self, dout_ref: Ref, b: Any, sin: jax.Array, cos: jax.Array) -> jax.Array:
-        """The gradient of act(x), from that of the output."""
-        return self.load(dout_ref, b, 0) * cos + self.load(dout_ref, b, 1) * sin
+    def masked(self, x: jax.Array, other: float = 0.0) -> jax.Array:
+        """x, and `other` outside the array."""
+        return x if self.mask is None else jnp.where(self.mask, x, other)
 
-    def store(self, ref: Ref, b: Any, value: jax.Array, *half: int) -> None:
-        store_at(ref, (b, self.row, *half, self.feature), value.astype(ref.dtype), self.mask)
-
-
-def features(plan: Plan, block: Any) -> jax.Array:
-    return jnp.asarray(block * plan.c.block_d + span(plan.c.block_d))
+    def store(self, ref: Ref, value: jax.Array, *half: int) -> None:
+        """Stores the tile; `half` 0 or 1 selects cos or sin."""
+        index = (self.b, self.row, *half, self.feature)
+        store_at(ref, index, value.astype(ref.dtype), self.mask)
 
 
-def rows_tile(plan: Plan, block: Any, block_d: Any) -> Tile:
-    """`block_n` adjacent rows."""
+def features(plan: Plan, block_d: Any) -> jax.Array:
+    """The indices of a block of features [1, features]."""
+    index: jax.Array = block_d * plan.c.block_d + span(plan.c.block_d)
+    return index[None]
+
+
+def rows_tile(plan: Plan) -> Tile:
+    """The `block_n` adjacent rows of a program of `Plan.rows_grid`."""
+    block, block_d, b = map(pl.program_id, range(3))
     row = block * plan.c.block_n + span(plan.c.block_n)
     inner = jnp.int32(plan.s.n if plan.heads_first else plan.s.h)
     token, head = lax.div(row, inner), lax.rem(row, inner)
     if plan.heads_first:
         token, head = head, token
     inside = row < plan.rows if plan.rows % plan.c.block_n else None
-    return Tile(plan, row, token, head, features(plan, block_d), inside)
+    return Tile(plan, b, row, token, head, block_d, inside)
 
 
-def tokens_tile(plan: Plan, block: Any, head: Any, block_d: Any) -> Tile:
+def tokens_tile(plan: Plan, b: Any, block: Any, head: Any, block_d: Any) -> Tile:
     """`block_n` tokens of one head."""
     token = block * plan.c.block_n + span(plan.c.block_n)
     row = head * plan.s.n + token if plan.heads_first else token * plan.s.h + head
     inside = token < plan.s.n if plan.masks_tokens else None
-    return Tile(plan, row, token, jnp.full_like(token, head), features(plan, block_d), inside)
+    return Tile(plan, b, row, token, jnp.full_like(token, head), block_d, inside)
+
+
+def load_column(refs: Operands, index: tuple[Any, ...], mask: jax.Array | None) -> Column:
+    """The values of a softmax over the sequence, at an index of [B, H, D]."""
+    columns = (refs.pivot, refs.share, refs.mean)
+    return Column(*(None if ref is None else load_at(ref, index, mask) for ref in columns))
 
 
 def load_at(ref: Ref, index: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
-    """The elements at an index as of `_place`, 0 outside the mask."""
+    """The elements at an index (see `_place`), 0 outside the mask."""
     place = _place(ref, index)
     if mask is None:
         return plgpu.load(place)
@@ -119,11 +147,12 @@ def load_at(ref: Ref, index: tuple[Any, ...], mask: jax.Array | None) -> jax.Arr
 
 
 def store_at(ref: Ref, index: tuple[Any, ...], value: jax.Array, mask: jax.Array | None) -> None:
+    """Stores the elements at an index (see `_place`) that are inside the mask."""
     plgpu.store(_place(ref, index), value, mask=mask)
 
 
 def _place(ref: Ref, index: tuple[Any, ...]) -> Any:
-    """Elements whose indices are scalars, or arrays that broadcast to [rows, features]."""
+    """The elements at an index of scalars and of arrays that broadcast to [rows, features]."""
     at = [jnp.reshape(jnp.asarray(i, jnp.int32), (1, 1)) if jnp.ndim(i) == 0 else i for i in index]
     shape = jnp.broadcast_shapes(*(i.shape for i in at))
     return ref.at[tuple(jnp.broadcast_to(i, shape) for i in at)]
@@ -134,33 +163,30 @@ class Angles:
     """The angles of a tile's elements, in turns: phi / (2 pi) less a whole number."""
 
     plan: Plan
-    theta: Ref  # [H, E] or [1, E], or `spread_theta` of it
-    offset: Ref | None = None  # [B] or [1]
-    positions: Ref | None = None  # [(B,) N, K]
-    cached: Ref | None = None  # turns [(B,) N, H, D]
+    refs: Operands
     frequency: tuple[jax.Array, jax.Array] | None = None  # if all tiles of a program share it
 
-    def sincos(
-        self, tile: Tile, b: Any, position: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """sin and cos [rows, features]."""
+    def sincos(self, tile: Tile, position: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """sin and cos [rows, features]; `position` if it is known already."""
         of = trigonometry.precise_sincos if self.plan.precise else trigonometry.sincos
-        return of(self.turns(tile, b, position))
+        return of(self.turns(tile, position))
 
-    def turns(self, tile: Tile, b: Any, position: jax.Array | None = None) -> jax.Array:
-        if self.cached is not None:
-            return load_at(self.cached, self.cached_index(tile, b), tile.mask)
-        position = self.position(tile, b) if position is None else position
+    def turns(self, tile: Tile, position: jax.Array | None = None) -> jax.Array:
+        """The angles [rows, features]; `position` if it is known already."""
+        if self.refs.cached is not None:
+            return load_at(self.refs.cached, self.cached_index(tile), tile.mask)
+        position = self.position(tile) if position is None else position
         frequency = self.frequency or trigonometry.frequency(self.rate(tile))
         return jnp.broadcast_to(trigonometry.remainder(position, *frequency), tile.shape)
 
-    def cached_index(self, tile: Tile, b: Any) -> tuple[Any, ...]:
-        batch = (b,) if self.plan.per_batch else ()
-        return (*batch, tile.token, tile.head if self.theta.shape[0] > 1 else 0, tile.feature)
+    def cached_index(self, tile: Tile) -> tuple[Any, ...]:
+        """The index of the tile's elements in the cached angles."""
+        head = tile.head if self.refs.theta.shape[0] > 1 else 0
+        return *self._batch(tile), tile.token, head, tile.feature
 
     def rate(self, tile: Tile) -> jax.Array:
-        """theta of each element [rows, features], of one row if all heads share it."""
-        heads, width = self.theta.shape
+        """theta of each element [rows, features], or [1, features] if all heads share it."""
+        heads, width = self.refs.theta.shape
         column, within = tile.feature, None
         last = width if width == self.plan.s.d else self.plan.num_axes * width
         if self.plan.num_axes == 1 and width == 1:
@@ -169,49 +195,51 @@ class Angles:
             within = column < last
         if last > width:
             column = lax.rem(column, jnp.int32(width))
-        head, inside = jnp.zeros((1, 1), jnp.int32), None
         if heads > 1:
-            head, inside = tile.head, tile.mask
-        return load_at(self.theta, (head, column), both(within, inside))
+            within = both(within, tile.mask)
+        return load_at(self.refs.theta, (tile.head if heads > 1 else 0, column), within)
 
-    def position(self, tile: Tile, b: Any) -> jax.Array:
-        """In float32 [rows, 1], or [rows, features] if features have several axes."""
-        per_axis = self._given(tile, b) if self.positions is not None else self._counted(tile, b)
-        position = per_axis[0]
-        for axis, other in enumerate(per_axis[1:], start=1):
+    def position(self, tile: Tile) -> jax.Array:
+        """The position in float32 [rows, 1]; on a grid of several axes [rows, features]."""
+        given = self.refs.positions is not None
+        position, *others = self._given(tile) if given else self._counted(tile)
+        for axis, other in enumerate(others, start=1):
             position = jnp.where(tile.feature >= axis * self.plan.width, other, position)
         return position
 
-    def _given(self, tile: Tile, b: Any) -> list[jax.Array]:
-        """The given position of each token, per axis."""
-        batch = (b,) if self.plan.per_batch else ()
+    def _given(self, tile: Tile) -> list[jax.Array]:
+        """The given position of each token [rows, 1], per axis."""
         inside = None if tile.mask is None else tile.token < self.plan.s.n
         return [
-            load_at(self.positions, (*batch, tile.token, axis), inside)
+            load_at(self.refs.positions, (*self._batch(tile), tile.token, axis), inside)
             for axis in range(self.plan.num_axes)
         ]
 
-    def _counted(self, tile: Tile, b: Any) -> list[jax.Array]:
-        """The row-major index of each token in the grid, per axis."""
+    def _counted(self, tile: Tile) -> list[jax.Array]:
+        """The row-major index of each token in the grid [rows, 1], per axis."""
         prefix = self.plan.num_prefix_tokens
         rest, per_axis = tile.token - prefix, []
         for size in reversed((self.plan.shape or ())[1:]):
             count = jnp.int32(max(1, size))  # a grid without points may have prefix tokens
             per_axis.append(lax.rem(rest, count))
             rest = lax.div(rest, count)
+        if self.refs.offset is not None:
+            rest += self.refs.offset[tile.b if self.plan.per_batch else 0]
         per_axis = [rest, *reversed(per_axis)]
-        if self.offset is not None:
-            per_axis = [per_axis[0] + self.offset[b if self.plan.per_batch else 0]]
         if prefix:
             per_axis = [jnp.where(tile.token < prefix, 0, position) for position in per_axis]
         return [position.astype(jnp.float32) for position in per_axis]
 
+    def _batch(self, tile: Tile) -> tuple[Any, ...]:
+        """The index along the batch axis of positions and cached angles, if they have one."""
+        return (tile.b,) if self.plan.per_batch else ()
+
 
 def spread_theta(plan: Plan, theta: jax.Array) -> jax.Array:
-    """theta with one column per feature, where that pays; else theta.
+    """theta with one column per feature where such a copy pays, else theta itself.
 
     With 43 features per axis, say, the rows of theta are not aligned, and kernels load its elements
-    one by one. The copy has aligned rows and takes 2 us.
+    one by one. The rows of the copy are aligned. Making it takes 2 us.
     """
     aligned = plan.width % 4 == 0
     if plan.num_axes == 1 or aligned or plan.s.b * plan.rows * plan.s.d < SPREAD_ELEMENTS:

@@ -1,4 +1,7 @@
-"""Angles in kernels, by the hardware's approximations; `phase` where a kernel is interpreted."""
+"""Angles in kernels, by the hardware's approximations.
+
+Interpreted kernels use the functions of `phase` instead.
+"""
 
 import math
 
@@ -11,8 +14,9 @@ from pallas_ops.core import launch
 from pallas_ops.core.fastmath import multiply_add, ptx
 from pallas_ops.ops.lrpe_cosine import phase
 
-# Added to a number and subtracted again, these leave a whole one: the nearest, up to 2**22; or one
-# of the nearest three, up to 1.49 * 2**23, where of a negative one the first leaves fractions.
+# A float32 that has one of these added and subtracted again is a whole number. With ROUNDER it is
+# the nearest one, for numbers up to 2**22; beyond, negative numbers keep fractions. With
+# LARGE_ROUNDER it is one of the nearest three, for numbers up to 1.49 * 2**23.
 ROUNDER, LARGE_ROUNDER = 1.5 * 2**23, 1.25 * 2**24
 
 
@@ -29,8 +33,8 @@ def frequency(theta: jax.Array) -> tuple[jax.Array, jax.Array]:
 def remainder(position: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     """position * (high + low) less a whole number, within 2**-22.
 
-    In [-1, 1], in [-2, 2] for positions near 2**24. Products may be up to 1.49 * 2**23 turns, more
-    than a position of 2**24 and a theta of 4 make.
+    The result is in [-1, 1], and in [-2, 2] for positions near 2**24. The product may be up to
+    1.49 * 2**23 turns. A position of 2**24 and a theta of 4 stay below that.
     """
     if launch.is_interpreted():
         return phase.remainder(position, high, low)
@@ -47,9 +51,9 @@ def sincos(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def precise_sincos(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same within 2**-23, for |turn| < 2**20, in 19 instructions: for results in float32.
+    """sin and cos of 2 pi turn, within 2**-23 for |turn| < 2**20, in 19 instructions.
 
-    Polynomials for an eighth of a turn either way of the nearest quarter.
+    Two polynomials approximate them up to an eighth of a turn around the nearest quarter.
     """
     nearest, quarter = _nearest_quarter(turn)
     rest = multiply_add(nearest, -0.25, turn)
@@ -65,8 +69,8 @@ def precise_sincos(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _nearest_quarter(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """4 * turn rounded, and an integer of the same lowest bits."""
-    if launch.is_interpreted():  # XLA would simplify what follows
+    """4 * turn rounded, and an integer with the same lowest bits."""
+    if launch.is_interpreted():  # XLA would cancel the addition and the subtraction of ROUNDER
         nearest = jnp.round(turn * 4)
         return nearest, nearest.astype(jnp.int32)
     shifted = multiply_add(turn, 4.0, ROUNDER)
@@ -74,7 +78,7 @@ def _nearest_quarter(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _polynomial(x: jax.Array, *coefficients: float) -> jax.Array:
-    """The lowest power's coefficient comes first."""
+    """The polynomial in x whose coefficients are given from the constant one on."""
     *others, before_last, last = coefficients
     result = multiply_add(x, last, before_last)
     for coefficient in reversed(others):

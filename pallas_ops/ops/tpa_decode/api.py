@@ -11,7 +11,7 @@ from pallas_ops.core import checks, forward_mode, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
 from pallas_ops.ops.tpa_decode import reference, vjp
-from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, choose
+from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
 
 Struct = jax.ShapeDtypeStruct
 FACTORS = ("aq", "ak", "av", "bq", "bk", "bv")
@@ -150,8 +150,7 @@ def prepare(
     dtype = wide(arrays[0].dtype)
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
     signatures = map(checks.signature, (*arrays, lengths))
-    scaled = any(isinstance(x, jax.Array) for x in given[:3])
-    facts: Any = (*signatures, scaled, implementation, config)
+    facts: Any = (*signatures, implementation, config)
     sizes, implementation = _check(*facts)
     query, value = reference.scales(*sizes, *given)
     params = vjp.Params(
@@ -173,26 +172,15 @@ def _check(
     bk: Struct,
     bv: Struct,
     lengths: Struct | None,
-    scaled: bool,
     implementation: Implementation | None,
     config: TpaDecodeConfig | None,
 ) -> tuple[tuple[int, ...], Implementation | None]:
-    """D, R, Rk, Rv and the implementation, or a refusal; of what can be hashed, so it runs once.
-
-    A scale that is an array makes float32 queries.
-    """
+    """D, R, Rk, Rv and the implementation, or a refusal; of what can be hashed, so it runs once."""
     checks.implementation(implementation, config, TpaDecodeConfig)
     arrays = dict(aq=aq, ak=ak, av=av, bq=bq, bk=bk, bv=bv)
     sizes = {"Rk": 1, "Rv": 1} | _sizes(arrays, lengths)
     _check_dtypes(arrays)
     implementation = checks.kernel_or_reference(implementation, aq.dtype, sizes)
-    if implementation != "xla" and config is None:
-        queries = jnp.dtype(jnp.float32) if scaled else aq.dtype
-        letters = {letter.lower(): size for letter, size in sizes.items()}
-        s = Sizes(**letters, dtype=ak.dtype.name, wide_queries=queries != ak.dtype)
-        if choose(s) is None:
-            of = f"{s.dtype} of R={s.r}, D={s.d}, E={s.e}, for which shared memory is too small"
-            implementation = checks.reference_instead(implementation, of)
     return tuple(sizes[letter] for letter in ("D", "R", "Rk", "Rv")), implementation
 
 

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_ops.core import checks
-
-SHARED_MEMORY = 232_448  # bytes, of a program on Hopper
+from pallas_ops.core.backend import NoKernelError
+from pallas_ops.core.card import Card
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,23 +99,30 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     return queries + c.block_m * (s.buffer_bytes(c) + max(products))
 
 
-def choose(s: Sizes, *, num_sms: int = 132) -> TpaDecodeConfig | None:
+def choose(s: Sizes, card: Card) -> TpaDecodeConfig:
     """The forward launch: every SM one stream of keys, as many bytes in flight as fit.
 
-    None where not even one block of 16 keys fits.
+    Raises:
+      NoKernelError: where not even one block of 16 keys fits.
     """
     block_h = min(s.h, 64)
     block_n = 1
     while block_n < s.n and 2 * block_n * max(tile(block_h), s.tile_r) <= 64:
         block_n *= 2
     rows = (block_h, block_n), (block_h, 1), (min(s.h, 16), 1)
-    configs = (_choose_keys(s, *r, num_sms) for r in rows)
-    return next((c for c in configs if c is not None), None)
+    configs = (_choose_keys(s, *r, card) for r in rows)
+    for c in configs:
+        if c is not None:
+            return c
+    raise NoKernelError(
+        f"tpa_decode has no kernel for {s.dtype} of R={s.r}, Rk={s.rk}, Rv={s.rv}, D={s.d}, "
+        f"E={s.e} on {card}; accepted: implementation=None or 'xla', which run jax.numpy"
+    )
 
 
-def _choose_keys(s: Sizes, block_h: int, block_n: int, num_sms: int) -> TpaDecodeConfig | None:
+def _choose_keys(s: Sizes, block_h: int, block_n: int, card: Card) -> TpaDecodeConfig | None:
     programs = s.b * -(-s.h // block_h) * -(-s.n // block_n)
-    num_splits = max(1, min(num_sms // programs, -(-s.m // 32)))
+    num_splits = max(1, min(card.num_sms // programs, -(-s.m // 32)))
     keys = -(-s.m // num_splits)
     block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
     rows = block_n * tile(block_h)
@@ -127,10 +134,10 @@ def _choose_keys(s: Sizes, block_h: int, block_n: int, num_sms: int) -> TpaDecod
         num_warps=4 if rows * s.tile_e <= 64 * 128 else 8,
         num_stages=4 if block_m == 64 and keys >= 1024 else 3,
     )
-    return fit(s, c, forward_bytes)
+    return fit(s, c, forward_bytes, card)
 
 
-def choose_backward(s: Sizes, *, num_sms: int = 132) -> TpaDecodeConfig | None:
+def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     """The backward launch; None where all rows of a batch element do not fit in one program."""
     block_n = 1 << (s.n - 1).bit_length()
     rows = block_n * tile(s.h)
@@ -143,18 +150,21 @@ def choose_backward(s: Sizes, *, num_sms: int = 132) -> TpaDecodeConfig | None:
         num_warps=4 if rows <= 64 else 8,
         num_stages=2 if s.dtype == "float32" else 3,
     )
-    fitting = fit(s, c, backward_bytes)
+    fitting = fit(s, c, backward_bytes, card)
     if fitting is None:
         return None
-    num_splits = max(1, min(2 * num_sms // s.b, -(-s.m // fitting.block_m)))
+    num_splits = max(1, min(2 * card.num_sms // s.b, -(-s.m // fitting.block_m)))
     return dataclasses.replace(fitting, num_splits=num_splits)
 
 
 def fit(
-    s: Sizes, c: TpaDecodeConfig, bytes_of: Callable[[Sizes, TpaDecodeConfig], int]
+    s: Sizes,
+    c: TpaDecodeConfig,
+    bytes_of: Callable[[Sizes, TpaDecodeConfig], int],
+    card: Card,
 ) -> TpaDecodeConfig | None:
     """`c` with the largest block of keys, then the most stages, that fit in shared memory."""
-    while bytes_of(s, c) > SHARED_MEMORY:
+    while bytes_of(s, c) > card.shared_memory:
         if c.block_m > 16:
             c = dataclasses.replace(c, block_m=c.block_m // 2)
         elif c.num_stages > 1:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, span, split_evenly
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, tile
 from pallas_ops.ops.tpa_decode.matmul import dot

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_ops.core import card
 from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import call, reshard_like
 from pallas_ops.ops.tpa_decode import kernel, kernel_backward
@@ -78,7 +79,7 @@ def _backward_kernel(
     *operands: Any, score_scale: float, value_scale: float
 ) -> tuple[jax.Array, ...]:
     aq, ak, av, bq, _, bv, *_ = operands
-    config = choose_backward(sizes(aq, ak, av, bq, bv))
+    config = choose_backward(sizes(aq, ak, av, bq, bv), card.current())
     if config is None:
         return _backward_reference(*operands, score_scale=score_scale, value_scale=value_scale)
     return kernel_backward.backward(

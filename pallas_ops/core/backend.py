@@ -1,0 +1,35 @@
+"""Pallas' Triton backend, if this version of JAX has it: JAX announces that it will go.
+
+Without it the package imports, and the references run.
+"""
+
+from typing import TYPE_CHECKING
+
+import jax
+
+__all__ = ("NoKernelError", "plgpu", "require")
+
+
+class NoKernelError(ValueError):
+    """No kernel can run; where the implementation is chosen for the caller, the reference does."""
+
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas import triton as plgpu
+else:
+    try:
+        from jax.experimental.pallas import triton as plgpu
+    except ImportError:
+        plgpu = None
+
+_NEEDED = "CompilerParams", "elementwise_inline_asm", "load", "store"
+
+
+def require() -> None:
+    missing = [name for name in _NEEDED if not hasattr(plgpu, name)]
+    if plgpu is None or missing:
+        what = "no Pallas Triton backend" if plgpu is None else f"no Triton {', '.join(missing)}"
+        raise NoKernelError(
+            f"JAX {jax.__version__} has {what}, which the kernels need; accepted: "
+            "implementation=None or 'xla', which run jax.numpy, or an earlier JAX"
+        )

@@ -1,0 +1,169 @@
+"""Launches fit every card that we support, and who has none of them is told.
+
+`pytest -m cards` compiles every case for every card; without the marker a sample is compiled.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_ops
+from pallas_ops.core import card, launch
+from tests import h200
+
+Struct = jax.ShapeDtypeStruct
+CARDS = ("A100", "A10", "L4", "H200", "B200", "RTX PRO 6000")  # sm_80, 86, 89, 90, 100, 120
+NONE = "accepted: implementation=None or 'xla', which run jax.numpy"
+
+
+def array(*shape: int, dtype: Any = "bfloat16") -> Struct:
+    return Struct(shape, jnp.dtype(dtype))
+
+
+def factors(
+    b: int, m: int, h: int, r: int, d: int, *, n: int = 1, ranks: int = 1, **dtype: Any
+) -> tuple[Struct, ...]:
+    """Those of tpa_decode."""
+    a, c = array(b, m, ranks, h, **dtype), array(b, m, ranks, d, **dtype)
+    return array(b, n, h, r, **dtype), a, a, array(b, n, r, d, **dtype), c, c
+
+
+rows, columns = (partial(pallas_ops.logcumsumexp, axis=axis) for axis in (-1, 1))
+chunks = partial(pallas_ops.chunk_cumsum_decay, chunk_size=128)
+rotated = pallas_ops.lrpe_cosine
+# The largest rows of the benchmarks, and awkward sizes; whether kernels spill on an H200 as well.
+CASES: dict[str, tuple[Callable[..., Any], tuple[Struct, ...], bool]] = {
+    "decode": (pallas_ops.tpa_decode, factors(32, 32768, 32, 16, 128), False),
+    "decode wide": (pallas_ops.tpa_decode, factors(2, 4096, 78, 31, 256), True),
+    "decode f32": (pallas_ops.tpa_decode, factors(2, 512, 32, 16, 256, dtype="float32"), True),
+    "decode f16": (
+        pallas_ops.tpa_decode,
+        factors(2, 100, 9, 5, 40, n=3, ranks=2, dtype="float16"),
+        True,
+    ),
+    "columns": (columns, (array(12, 32768, 2048),), False),
+    "few columns": (columns, (array(1, 131072, 64),), False),
+    "columns f32": (columns, (array(3, 1000, 2047, dtype="float32"),), False),
+    "rows": (rows, (array(12 * 2048, 32768),), False),
+    "rows f16": (partial(rows, reverse=True), (array(999, 2047, dtype="float16"),), False),
+    "chunks": (chunks, (array(16, 32768, 2048),), False),
+    "chunks of rows": (partial(chunks, reverse=True), (array(99, 4095, dtype="float32"),), False),
+    "one chunk": (partial(chunks, chunk_size=2**20), (array(1, 2**20, 16),), False),
+    "rotated": (rotated, (array(12, 32768, 12, 128), array(12, 128, dtype="float32")), False),
+    "softmax over tokens": (
+        partial(rotated, act="softmax", axis=1),
+        (array(12, 32768, 12, 128), array(12, 128, dtype="float32")),
+        False,
+    ),
+    "softmax over features": (
+        partial(rotated, act="softmax", axis=3),
+        (array(2, 1000, 3, 2047, dtype="float32"), array(3, 2047, dtype="float32")),
+        False,
+    ),
+}
+SAMPLE = {
+    ("A100", "decode"),
+    ("A10", "chunks of rows"),
+    ("L4", "softmax over features"),
+    ("B200", "few columns"),
+    ("RTX PRO 6000", "rows f16"),
+}
+
+
+def both(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*xs: Any) -> Any:
+        out, pull = jax.vjp(fn, *xs)
+        return out, pull(out)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=[] if (name, case) in SAMPLE else pytest.mark.cards)
+        for name in CARDS
+        for case in CASES
+    ],
+)
+@pytest.mark.filterwarnings("ignore:tpa_decode runs as jax.numpy")
+def test_forward_and_gradient_compile(name: str, case: str) -> None:
+    """Without a refusal of shared memory, and without spills (a few bytes are none)."""
+    fn, xs, spills = CASES[case]
+    with h200.instead(f"NVIDIA {name}") as gpu:
+        program = h200.compile_for_h200(both(fn), *xs)
+    assert all(f".target sm_{gpu.capability}" in text for text in program.ptx)
+    ours = [kernel for kernel in program.kernels if kernel.name.startswith("pallas_ops")]
+    assert spills or (ours and max(kernel.spill_bytes for kernel in ours) <= 32)
+
+
+def test_what_no_card_fits_runs_as_jax_numpy() -> None:
+    xs = factors(2, 64, 32, 16, 256, dtype="float32")
+    told = "float32 of R=16, Rk=1, Rv=1, D=256, E=256 on NVIDIA L4 .* 101376 bytes"
+    with h200.instead("NVIDIA L4"):
+        with pytest.warns(UserWarning, match=f"tpa_decode runs as jax.numpy: .*{told}"):
+            program = h200.compile_for_h200(pallas_ops.tpa_decode, *xs)
+        assert not any("pallas_ops" in text for text in program.ptx)
+        with pytest.raises(ValueError, match=f"tpa_decode has no kernel for {told}.*{NONE}"):
+            h200.lower_for_h200(partial(pallas_ops.tpa_decode, implementation="triton"), *xs)
+
+
+# Which card it is
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "num_sms"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 80, 108),
+        ("NVIDIA A10", 86, 72),
+        ("NVIDIA H100 80GB HBM3", 90, 132),
+        ("NVIDIA H20", 90, 78),
+        ("NVIDIA GeForce RTX 4090", 89, 128),
+    ],
+)
+def test_cards_by_name(kind: str, capability: int, num_sms: int) -> None:
+    found = card.named(kind)
+    assert (found.name, found.capability, found.num_sms) == (kind, capability, num_sms)
+    assert found.shared_memory == card.SHARED_MEMORY[capability]
+
+
+def test_an_unknown_card_counts_as_the_smallest() -> None:
+    name = "NVIDIA GeForce RTX 9999"
+    assert card.named(name) == dataclasses.replace(card.SMALLEST, name=name)
+
+
+def test_the_smallest_card_has_no_more_than_any() -> None:
+    known = [card.named(name) for name in card.KNOWN]
+    assert card.SMALLEST.shared_memory <= min(x.shared_memory for x in known)
+    assert card.SMALLEST.num_sms <= min(x.num_sms for x in known)
+
+
+def test_a_local_card_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(
+        device_kind="NVIDIA H100 MIG 1g.10gb",
+        compute_capability="9.0",
+        core_count=16,
+        shared_memory_per_block_optin=232_448,
+    )
+    monkeypatch.setattr(card, "_local", lambda: device)
+    assert card.current() == card.Card(device.device_kind, 90, 16, 232_448)
+    with launch.interpreted(True):
+        assert card.current() == card.H200
+    with h200.instead("NVIDIA L4"), h200.on_h200():
+        assert card.current() == card.named("NVIDIA L4")
+    monkeypatch.setattr(card, "_local", lambda: None)
+    assert card.current() == card.SMALLEST
+
+
+def test_a_card_without_a_name_tells_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(device_kind="NVIDIA X", compute_capability="12.0")
+    monkeypatch.setattr(card, "_local", lambda: device)
+    found = card.current()
+    assert found.capability == 120
+    assert found.shared_memory == card.SHARED_MEMORY[120]
