@@ -180,7 +180,8 @@ def _check(
     arrays = dict(aq=aq, ak=ak, av=av, bq=bq, bk=bk, bv=bv)
     sizes = {"Rk": 1, "Rv": 1} | _sizes(arrays, lengths)
     _check_dtypes(arrays)
-    implementation = checks.kernel_or_reference(implementation, aq.dtype, sizes)
+    rows = {f"N * {x}": sizes["N"] * sizes[x] for x in ("H", "R")}
+    implementation = checks.kernel_or_reference(implementation, aq.dtype, sizes | rows)
     return tuple(sizes[letter] for letter in ("D", "R", "Rk", "Rv")), implementation
 
 

@@ -1,0 +1,193 @@
+"""What kernels compute of indices, in int32, beside exact integers, up to the largest sizes."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import pallas_ops
+from pallas_ops.core import launch
+from pallas_ops.core.card import H200
+from pallas_ops.core.checks import LONGEST
+from pallas_ops.ops.chunk_cumsum_decay import tiles as chunks
+from pallas_ops.ops.logcumsumexp import plan as logcumsumexp
+from pallas_ops.ops.logcumsumexp.config import choose_block_n
+from pallas_ops.ops.lrpe_cosine import config as lrpe_config
+from pallas_ops.ops.lrpe_cosine import tiles as lrpe
+from pallas_ops.ops.tpa_decode import config as tpa_config
+from pallas_ops.ops.tpa_decode import tiles as tpa
+from pallas_ops.scan.tile import Ranges, Tile
+from pallas_ops.scan.view import Sizes, View
+
+LARGE = [
+    (LONGEST, 1, 1),
+    (1, LONGEST, 1),
+    (1, 1, LONGEST),
+    (1, LONGEST, 64),
+    (LONGEST, 5, 3),
+    (2**16 + 1, 2**23 + 77, 2**16 + 3),
+    (3, 2**30 - 1, 2047),
+]
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    """With an H200's launches."""
+    with launch.interpreted(True):
+        assert launch.is_interpreted()
+        yield
+
+
+def programs(grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, ...]]:
+    """The first and the last on each axis, with `pl.program_id` of theirs."""
+    for ids in itertools.product(*({0, size - 1} for size in grid)):
+        assert max(ids) < 2**31
+        monkeypatch.setattr(pl, "program_id", lambda axis, ids=ids: jnp.int32(ids[axis]))
+        yield ids
+
+
+def same(got: jax.Array, want: np.ndarray[Any, Any], where: Any = True) -> None:
+    """An int32 array and exact integers, where it counts."""
+    assert got.dtype == jnp.int32
+    shape = np.broadcast_shapes(got.shape, want.shape, np.shape(where))
+    where = np.broadcast_to(where, shape)
+    np.testing.assert_array_equal(
+        np.broadcast_to(got, shape)[where], np.broadcast_to(want, shape)[where]
+    )
+
+
+def views(shape: tuple[int, int, int]) -> Iterator[View]:
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype("bfloat16"))
+    block_n = choose_block_n(Sizes.of(shape, 1, 2))
+    for reverse, backward in itertools.product((False, True), repeat=2):
+        options: Any = dict(reverse=reverse, clip=None, backward=backward)
+        yield logcumsumexp.plan_of(x, 1, block_n, None, **options).view  # type: ignore[arg-type]
+        for chunk_size in (1, 100, 2**30, shape[1]):
+            options = dict(config=None, reverse=reverse, shift=None, shift_result=False, scale=None)
+            yield chunks.plan_of(
+                x,  # type: ignore[arg-type]
+                None,
+                axis=1,
+                chunk_size=chunk_size,
+                **options,
+            ).view
+
+
+@pytest.mark.parametrize("shape", LARGE)
+def test_scans(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for view in views(shape):
+        s = view.s
+        for i, j, k in programs(view.grid, monkeypatch):
+            ranges = Ranges(view)
+            slot = j * view.num_ranges + np.arange(view.num_ranges, dtype=object)[:, None]
+            number, row = slot % s.count, k * view.rows + slot // s.count
+            there = (slot < view.rows * s.count) & (row < s.b)
+            same(ranges.number, number, there)
+            same(ranges.row, row, there)
+            column = i * view.block_c + np.arange(view.block_c, dtype=object)[None]
+            same(ranges.column, column, column < s.c)
+            start = number * s.size
+            stop = np.minimum(start + s.size, s.n)
+            if view.from_end:
+                start, stop = s.n - stop, s.n - start
+            same(ranges.start, start, there)
+            same(ranges.stop, stop, there)
+            for t in {0, view.tiles - 1}:
+                tile = Tile(ranges, jnp.int32(t * view.block_n), view.block_n, view.num_steps)
+                order = np.asarray(tile.order, object) + t * view.block_n
+                low, high, own = (y[None, :, None, :] for y in (start, stop, there))
+                position = high - 1 - order if view.reverse else low + order
+                inside = (position >= low) & (position < high) & own
+                same(tile.position, position, inside)
+                if tile.mask is not None:
+                    mask = np.broadcast_to(tile.mask, inside.shape)
+                    np.testing.assert_array_equal(mask & own, inside)
+
+
+@pytest.mark.parametrize(
+    ("b", "n", "h", "d"),
+    [(1, LONGEST, 1, 1), (1, 1, LONGEST, 1), (LONGEST, 3, 2, 5), (2, 2**23 + 1, 255, 128)],
+)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_rotations(
+    b: int, n: int, h: int, d: int, heads_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = lrpe_config.Sizes(b=b, n=n, h=h, d=d)
+    walk = lrpe_config.choose_walk(s, "none", H200)
+    for c in (lrpe_config.choose(s), walk):
+        plan: Any = lrpe_config.Plan(
+            s=s,
+            c=c,
+            act="none",
+            precise=False,
+            shape=None,
+            num_prefix_tokens=0,
+            heads_first=heads_first,
+            per_batch=False,
+            num_axes=1,
+            width=d,
+        )
+        block = np.arange(c.block_n, dtype=object)[:, None]
+        for i, _, k in programs(plan.rows_grid, monkeypatch):
+            tile = lrpe.rows_tile(plan)
+            row = i * c.block_n + block
+            token, head = (row % n, row // n) if heads_first else (row // h, row % h)
+            same(tile.row, row, row < plan.rows)
+            same(tile.token, token, row < plan.rows)
+            same(tile.head, head, row < plan.rows)
+            assert int(tile.b) == k
+        for number, own in itertools.product({0, plan.blocks_n - 1}, {0, h - 1}):
+            tile = lrpe.tokens_tile(plan, 0, jnp.int32(number), jnp.int32(own), jnp.int32(0))
+            token = number * c.block_n + block
+            row = own * n + token if heads_first else token * h + own
+            same(tile.token, token, token < n)
+            same(tile.row, row, token < n)
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "h"), [(1, LONGEST, 32), (2**20, 2**20, 78), (1, 5, 2**26), (LONGEST // 16, 64, 1)]
+)
+def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = tpa_config.Sizes(b=1, n=n, m=m, h=h, r=16, d=64, e=64, rk=2, rv=2, dtype="bfloat16")
+    c = tpa_config.choose(s, H200)
+    plan = tpa.Plan(s, c, 1.0, 1.0)
+    for i, split in programs((plan.row_blocks, c.num_splits), monkeypatch):
+        rows = tpa.Rows(plan, jnp.int32(i))
+        query, lane = (np.asarray(y, object) for y in tpa.grouped(c.block_n, plan.tile_h))
+        query = i // plan.head_blocks * c.block_n + query
+        head = i % plan.head_blocks * c.block_h + lane
+        inside = (query < n) & (head < h) & (lane < c.block_h)
+        same(rows.index, query * h + head, inside)
+        rank_query, rank = (np.asarray(y, object) for y in tpa.grouped(c.block_n, s.tile_r))
+        rank_query = i // plan.head_blocks * c.block_n + rank_query
+        same(rows.rank_query * s.r + rows.rank, rank_query * s.r + rank, rank_query < n)
+        blocks = -(-m // c.block_m)
+        start, stop = tpa.part(jnp.int32(split), c.num_splits, jnp.int32(blocks))
+        assert (int(start), int(stop)) == (
+            split * blocks // c.num_splits,
+            (split + 1) * blocks // c.num_splits,
+        )
+        keys = tpa.Keys(rows, jnp.int32(int(stop) - 1), m)
+        index = (int(stop) - 1) * c.block_m + np.arange(c.block_m, dtype=object)
+        same(keys.index, index, index < m)
+
+
+def test_what_cannot_be_counted_runs_the_reference() -> None:
+    """Queries times heads, or times ranks."""
+
+    def factors(n: int, h: int, r: int) -> list[jax.ShapeDtypeStruct]:
+        shapes = (1, n, h, r), (1, 2, h), (1, 2, h), (1, n, r, 4), (1, 2, 4), (1, 2, 4)
+        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def decode(*xs: Any) -> Any:
+        return pallas_ops.tpa_decode(*xs, implementation="triton")
+
+    jax.eval_shape(decode, *factors(2**20, 2**10, 4))
+    for n, h, r in ((2**20, 2**11, 4), (2**26, 4, 32)):
+        with pytest.raises(ValueError, match=r"does not take more than 2\*\*31"):
+            jax.eval_shape(decode, *factors(n, h, r))
