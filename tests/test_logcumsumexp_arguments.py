@@ -144,6 +144,14 @@ def test_choice_fills_the_card(n: int, c: int, backward: bool) -> None:
     assert config.block_n * config.block_c <= 4096
 
 
+def test_more_segments_than_a_warp_has_lanes_for() -> None:
+    """The launch that scans their totals has as many warps as there can be."""
+    config = LogcumsumexpConfig(block_n=16, block_c=1, num_segments=8192)
+    fn = partial(pallas_ops.logcumsumexp, axis=1, config=config)
+    program = h200.compile_for_h200(fn, jax.ShapeDtypeStruct((1, 2**17, 2), jnp.bfloat16))
+    assert "pallas_ops_segments" in [kernel.name for kernel in program.kernels]
+
+
 H200 = [
     case(shape=(98304, 2048), axis=1),
     case(shape=(12, 8192, 2048), axis=1),

@@ -40,21 +40,28 @@ def shapes(s: Sizes) -> list[jax.ShapeDtypeStruct]:
 
 def load(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool = False) -> Pair:
     """The sum before a program's own segments [ranges, columns], of what `prepared` returns."""
-    refs, few = (p_ref, w_ref), ranges.view.s.count <= FEW
+    if ranges.view.s.count <= FEW:
+        return _added_up(ranges, p_ref, w_ref, reverse=reverse)
     at, mask = _own(ranges)
-    if few:
-        *at, number = (y[..., None] for y in at)
-        other = span(power_of_two(ranges.view.s.count))[None, None]
-        at = jnp.broadcast_arrays(*at, other)
-        earlier = (other > number) & (other < ranges.view.s.count) if reverse else other < number
-        mask = both(earlier, None if mask is None else mask[..., None])
-    others = (None, None) if mask is None else (LOWEST, 0.0)
-    loads = zip(refs, others, strict=True)
-    p, w = (plgpu.load(ref.at[tuple(at)], mask=mask, other=y) for ref, y in loads)
-    if few:
-        top = p.max(axis=-1)
-        return top, (w * fastmath.exp2((p - top[..., None]) * LOG2E)).sum(axis=-1)
+    other = None if mask is None else 0.0
+    p, w = (plgpu.load(ref.at[at], mask=mask, other=other) for ref in (p_ref, w_ref))
     return p, w
+
+
+def _added_up(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool) -> Pair:
+    """From the totals of the column, all of which the program loads."""
+    (row, column, own), there = _own(ranges)
+    count = ranges.view.s.count
+    at = jnp.broadcast_arrays(row[..., None], column[..., None], span(power_of_two(count)))
+    number, own = at[2], own[..., None]
+    before = (number > own) & (number < count) if reverse else number < own
+    mask = both(before, None if there is None else there[..., None])
+    p, w = (
+        plgpu.load(ref.at[tuple(at)], mask=mask, other=other)
+        for ref, other in ((p_ref, LOWEST), (w_ref, 0.0))
+    )
+    top = p.max(axis=-1)
+    return top, (w * fastmath.exp2((p - top[..., None]) * LOG2E)).sum(axis=-1)
 
 
 def store(ranges: Ranges, p_ref: Ref, w_ref: Ref, total: Pair) -> None:

@@ -13,7 +13,7 @@ TILE_BYTES = 8192  # of a tile with columns
 WARP_BYTES = 4096  # of a warp's tile along a last axis; half of that with columns
 WIDEST, NARROWER = 64, 32  # columns of a tile: 128 or 64 bytes of memory side by side
 MOST_ROWS = 8  # of a program along a last axis
-USUAL_SMS = 132
+USUAL_SMS = 132  # multiprocessors that tiles of half as many columns are to fill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
