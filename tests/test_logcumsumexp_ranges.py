@@ -1,5 +1,6 @@
 """logcumsumexp whatever the numbers are: any range, infinities, NaN, and what is clipped."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_ops
 from pallas_ops import LogcumsumexpConfig
 from tests.logcumsumexp import arguments, assert_exact, both, loop, pulled
 from tests.support import (
@@ -20,6 +22,7 @@ from tests.support import (
     kernel_implementation,
     random_array,
     to_float64,
+    value_and_vjp,
 )
 
 KERNEL = kernel_implementation()
@@ -200,6 +203,24 @@ def test_gradient_at_infinity_is_that_of_logsumexp(
     out, _, dx, _ = pulled(implementation, config=config)(x, nothing[0], do, nothing[1])
     np.testing.assert_allclose(out, ends(x), rtol=1e-6)
     np.testing.assert_allclose(dx, jax.vjp(ends, x)[1](do)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [None, LogcumsumexpConfig(block_n=2, block_exact=1), LogcumsumexpConfig(block_n=4)],
+)
+def test_every_order_of_infinities_and_nan(
+    rng: Rng, config: LogcumsumexpConfig | None, reverse: bool
+) -> None:
+    x = jnp.asarray(list(itertools.product((0.5, np.inf, -np.inf, np.nan), repeat=5)))
+    do = random_array(rng, x.shape)
+
+    def gradient(implementation: Any, config: LogcumsumexpConfig | None) -> Any:
+        options: Any = dict(reverse=reverse, implementation=implementation, config=config)
+        return value_and_vjp(lambda x: pallas_ops.logcumsumexp(x, **options), (x,), do)
+
+    assert_close(gradient(KERNEL, config), gradient("xla", None), terms=5)
 
 
 @pytest.mark.parametrize(

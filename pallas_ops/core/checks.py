@@ -164,21 +164,33 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def number(name: str, value: Any, accepted: str) -> float:
+    """A real number as a float."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{shown(name, value)}; accepted: {accepted}") from None
+
+
 def scale(name: str, value: Any, dtype: Any) -> float | jax.Array | None:
-    """A number that is finite in `dtype`; or a floating scalar array, which may be traced."""
+    """A number that is finite in `dtype`; or a floating scalar array, which may be traced.
+
+    The array comes back in `dtype`: a product of scales is not to be rounded to 16 bits.
+    """
     if value is None:
         return None
     if is_number(value):
-        number = float(value)
-        if not abs(number) <= float(jnp.finfo(dtype).max):
-            raise ValueError(f"{shown(name, value)}; accepted: None or a finite number")
-        return number
+        accepted = "None or a finite number"
+        factor = number(name, value, accepted)
+        if not abs(factor) <= float(jnp.finfo(dtype).max):
+            raise ValueError(f"{shown(name, value)}; accepted: {accepted}")
+        return factor
     real = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
     if not real or value.shape != ():
         raise TypeError(
             f"{shown(name, value)}; accepted: None, a real number, or a floating array of shape []"
         )
-    return jnp.asarray(value)
+    return jnp.asarray(value).astype(dtype)
 
 
 class Axes:

@@ -150,9 +150,10 @@ def _check_clip(clip: Any) -> float | None:
             f"{checks.shown('clip', clip)}; accepted: None or a number >= 0 (to clip at a traced "
             "value, call jax.numpy.clip on x and on initial_state)"
         )
+    accepted = "None or a number >= 0"
     if not clip >= 0:
-        raise ValueError(f"clip is {clip!r}; accepted: None or a number >= 0")
-    return float(clip)
+        raise ValueError(f"clip is {clip!r}; accepted: {accepted}")
+    return checks.number("clip", clip, accepted)
 
 
 def _check_initial(initial: jax.ShapeDtypeStruct, want: tuple[int, ...]) -> None:

@@ -156,9 +156,9 @@ def _gradients(p: jax.Array, share: jax.Array, grad: Pair, *, reverse: bool) -> 
     after = below(total, top, pivot)
     if p.shape[GROUPS] > 1:
         first = tuple(edge(y, STEPS, last=not reverse) for y in (p, own))
-        nothing = jnp.full_like(top, HUGE), jnp.zeros_like(top)
+        nothing = jnp.full_like(top, jnp.inf), jnp.zeros_like(top)
         behind = scan(_exclusive_shares, (*nothing, *first), axis=GROUPS - 1, reverse=reverse)
-        after = after + jnp.where(behind[0] < HUGE, below(behind[1], top, behind[0]), 0.0)
+        after = after + jnp.where(behind[0] < jnp.inf, below(behind[1], top, behind[0]), 0.0)
     return own + below(after[None], p, top[None])
 
 
@@ -168,9 +168,12 @@ def _add_share(later: Any, earlier: Any) -> Any:
 
 
 def _exclusive_shares(later: Any, earlier: Any) -> Any:
-    """Of all groups but what was met last, and of all; a pivot of HUGE says that there is none."""
+    """Of all groups but what was met last, and of all; an infinite pivot says that there is none.
+
+    Pivots of numbers are finite, that of inf included.
+    """
     p, w = later[2:]
-    none = earlier[0] >= HUGE
+    none = earlier[0] == jnp.inf
     pivot = jnp.where(none, p, earlier[0])
     own = jnp.where(none, 0.0, earlier[1]) + w * jnp.exp2((pivot - p) * LOG2E)
     return pivot, own, *_add_share(later[2:], earlier[2:])

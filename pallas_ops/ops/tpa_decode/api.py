@@ -229,8 +229,9 @@ def evaluate(
     if scales.query is not None:
         aq, bq = aq.astype(full) * scales.query.astype(full), bq.astype(full)
     ak, av, bk, bv = reference.with_ranks(ak, av, bk, bv)
-    if lengths is not None:
-        lengths = lengths.astype(jnp.int32)
+    if lengths is not None:  # any integers; below 0 and 0 mean the same
+        most = min(jnp.iinfo(lengths.dtype).max, jnp.iinfo(jnp.int32).max)
+        lengths = jnp.clip(lengths, 0, most).astype(jnp.int32)
     lengths = reference.local_lengths(lengths, aq.shape[1], ak.shape[1], axis_name)
     if lengths is not None:
         lengths = jnp.broadcast_to(lengths, aq.shape[:1])
