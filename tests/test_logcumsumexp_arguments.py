@@ -37,6 +37,7 @@ REFUSED = [
         TypeError,
         r"clip is an array float32\[2\]; accepted: .* call jax.numpy.clip",
     ),
+    (dict(clip=10**400), ValueError, "accepted: None or a number >= 0"),
     (dict(clip=-1.0), ValueError, "clip is -1.0; accepted: None or a number >= 0"),
     (
         dict(initial_state=jnp.zeros((2, 3))),
@@ -150,6 +151,14 @@ def test_more_segments_than_a_warp_has_lanes_for() -> None:
     fn = partial(pallas_ops.logcumsumexp, axis=1, config=config)
     program = h200.compile_for_h200(fn, jax.ShapeDtypeStruct((1, 2**17, 2), jnp.bfloat16))
     assert "pallas_ops_segments" in [kernel.name for kernel in program.kernels]
+
+
+def test_a_single_column_compiles() -> None:
+    """Triton crashed where a lane had all of a tile."""
+    config = LogcumsumexpConfig(variant="recurrence", block_n=16)
+    fn = partial(pallas_ops.logcumsumexp, axis=1, config=config)
+    x = jax.ShapeDtypeStruct((2, 77, 9), jnp.bfloat16)
+    assert h200.compile_for_h200(lambda x: jax.vjp(fn, x)[1](x), x).kernels
 
 
 H200 = [

@@ -85,6 +85,15 @@ def test_scales_may_be_arrays(rng: Rng) -> None:
         assert got[0].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_scales_of_other_dtypes_lose_nothing(rng: Rng, implementation: Any) -> None:
+    """Their product is not rounded to 16 bits."""
+    xs = factors(rng)
+    scales = dict(scale=jnp.bfloat16(0.3), scale_q=jnp.float16(0.7), scale_k=jnp.float32(1.1))
+    numbers = {name: float(x) for name, x in scales.items()}
+    assert_close(both(implementation, **scales)(*xs), both("xla", **numbers)(*xs), terms=40)
+
+
 # Forward
 
 
@@ -172,6 +181,17 @@ def test_one_length_for_all_and_lengths_out_of_range(rng: Rng, implementation: A
     assert_close(run(*xs, lengths=7), run(*xs, lengths=jnp.full(3, 7)), terms=40)
     got = run(*xs, lengths=jnp.asarray([-5, 7, 10**6]))
     assert_close(got, run(*xs, lengths=jnp.asarray([0, 7, 40])), terms=40)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "int64", "uint64"])
+def test_lengths_of_every_dtype(rng: Rng, dtype: str) -> None:
+    """Up to its extremes: the longest means M, the lowest 0."""
+    xs = factors(rng, b=3, n=2)
+    with jax.enable_x64(dtype.endswith("64")):
+        info = jnp.iinfo(dtype)
+        lengths = jnp.asarray([info.min, 7, info.max], dtype)
+        got = both(KERNEL)(*xs, lengths=lengths)
+    assert_close(got, both("xla")(*xs, lengths=jnp.asarray([0, 7, 40])), terms=40)
 
 
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])
