@@ -2,6 +2,7 @@
 
 On a machine with a GPU:
 
+    export XLA_PYTHON_CLIENT_ALLOCATOR=platform # each array in memory of its own
     for tool in memcheck racecheck initcheck; do
       compute-sanitizer --tool $tool --kernel-name kns=pallas_ops python -m tests.sanitize
     done
