@@ -13,7 +13,6 @@ import pytest
 import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
 from pallas_ops.core import card, checks, launch
-from pallas_ops.core.tiles import whole
 from pallas_ops.ops.chunk_cumsum_decay.config import choose
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan
 from pallas_ops.scan.view import Sizes, View
@@ -193,8 +192,6 @@ def test_counts_to_two_to_the_31() -> None:
             kernel,
             name="stops",
             grid=view.grid,
-            in_specs=[],
-            out_specs=[whole(stops)],
             out_shape=[stops],
             num_warps=1,
         )

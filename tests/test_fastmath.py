@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from pallas_ops.core import fastmath, launch
 from pallas_ops.ops.lrpe_cosine import phase, trigonometry
@@ -26,14 +25,11 @@ def mapped(fn: Callable[..., jax.Array], *xs: jax.Array) -> jax.Array:
     def kernel(*refs: Any) -> None:
         refs[-1][...] = fn(*(ref[...] for ref in refs[:-1]))
 
-    block = pl.BlockSpec((1024,), lambda i: (0,))
     return launch.launch(
         kernel,
         *xs,
         name="map",
         grid=(1,),
-        in_specs=[block] * len(xs),
-        out_specs=[block],
         out_shape=[jax.ShapeDtypeStruct((1024,), jnp.float32)],
         num_warps=1,
     )[0]

@@ -30,15 +30,12 @@ def scanned(scan: Callable[..., Any], a: jax.Array, b: jax.Array, **kwargs: Any)
     def kernel(a_ref: Any, b_ref: Any, out_ref: Any) -> None:
         out_ref[...] = scan(linear, (a_ref[...], b_ref[...]), **kwargs)[1]
 
-    block = pl.BlockSpec(a.shape, lambda i: (0,) * a.ndim)
     return launch.launch(
         kernel,
         a,
         b,
         name="scan",
         grid=(1,),
-        in_specs=[block, block],
-        out_specs=[block],
         out_shape=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
         num_warps=2,
     )[0]
@@ -96,8 +93,6 @@ def test_loops_are_pipelined_where_asked(monkeypatch: pytest.MonkeyPatch, availa
             x,
             name="sum",
             grid=(1,),
-            in_specs=[pl.BlockSpec((1024, 64), lambda i: (0, 0))],
-            out_specs=[pl.BlockSpec((64, 64), lambda i: (0, 0))],
             out_shape=[jax.ShapeDtypeStruct((64, 64), jnp.float32)],
             num_warps=4,
         )[0]

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import ManualAxisType
 
 from pallas_ops.core.backend import plgpu
+from pallas_ops.core.tiles import whole
 
 _INTERPRETED = contextvars.ContextVar("pallas_ops_interpreted", default=False)
 
@@ -33,13 +34,20 @@ def launch(
     *operands: jax.Array | None,
     name: str,
     grid: tuple[int, ...],
-    in_specs: Sequence[pl.BlockSpec | None],
-    out_specs: Sequence[pl.BlockSpec],
     out_shape: Sequence[jax.ShapeDtypeStruct],
     num_warps: int,
     num_stages: int = 1,
+    in_specs: Sequence[pl.BlockSpec | None] | None = None,
+    out_specs: Sequence[pl.BlockSpec] | None = None,
 ) -> list[jax.Array]:
-    """Runs `kernel` over `grid`; an absent operand's ref is None, and its spec is not used."""
+    """Runs `kernel` over `grid`, where every program sees whole arrays, if no specs are given.
+
+    An absent operand's ref is None, and its spec is not used.
+    """
+    if in_specs is None:
+        in_specs = [None if x is None else whole(x) for x in operands]
+    if out_specs is None:
+        out_specs = list(map(whole, out_shape))
 
     def fresh(*refs: Any) -> None:
         kernel(*refs)

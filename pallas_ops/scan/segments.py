@@ -21,7 +21,7 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.checks import MAX_WARPS
 from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, both, power_of_two, span, whole
+from pallas_ops.core.tiles import Ref, both, power_of_two, span
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.scan.tile import Ranges
 from pallas_ops.scan.view import Sizes
@@ -101,8 +101,6 @@ def prepared(s: Sizes, totals: Pair, *, reverse: bool = False) -> Pair:
         *views,
         name="segments",
         grid=(pl.cdiv(columns, num_columns),),
-        in_specs=[whole(y) for y in views],
-        out_specs=[whole(y) for y in views],
         out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in views],
         num_warps=min(MAX_WARPS, max(1, block * num_columns // 128)),  # four totals a lane
     )

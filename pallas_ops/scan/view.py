@@ -89,7 +89,3 @@ class View:
         s = self.s
         even = s.n % s.size == 0 and s.size % self.block_n == 0
         return even and self.all_slots and not self.packed
-
-    def spec(self, size: int) -> pl.BlockSpec:
-        """All of an array [b, size, c], for every program."""
-        return pl.BlockSpec((self.s.b, size, self.s.c), lambda *_: (0, 0, 0))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, whole
+from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.chunk_cumsum_decay import segments
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan, plan_of, table_of
@@ -36,8 +36,6 @@ def run(
         carry,
         name=name,
         grid=plan.view.grid,
-        in_specs=[None if y is None else whole(y) for y in (view, table, carry)],
-        out_specs=[whole(view)],
         out_shape=[jax.ShapeDtypeStruct(view.shape, dtype)],
         num_warps=plan.c.num_warps,
     )

@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, whole
+from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
@@ -65,8 +65,6 @@ def forward(
         *operands,
         name="logcumsumexp",
         grid=plan.view.grid,
-        in_specs=[None if y is None else whole(y) for y in operands],
-        out_specs=[plan.view.spec(size) for size in (s.n, *sizes)],
         out_shape=[jax.ShapeDtypeStruct(view.shape, x.dtype), *map(plan.shape, sizes)],
         num_warps=plan.c.num_warps,
     )
@@ -78,15 +76,12 @@ def forward(
 
 def _totals(plan: Plan, x: jax.Array) -> Pair:
     """The log-sum-exp of each segment."""
-    shapes = segments.shapes(plan.view.s)
     p, s = launch(
         partial(_totals_kernel, plan=plan),
         x,
         name="logcumsumexp_totals",
         grid=plan.view.grid,
-        in_specs=[whole(x)],
-        out_specs=[whole(y) for y in shapes],
-        out_shape=shapes,
+        out_shape=segments.shapes(plan.view.s),
         num_warps=plan.c.num_warps,
     )
     return p, s

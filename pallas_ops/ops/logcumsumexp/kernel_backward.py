@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, whole
+from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
 from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
@@ -63,8 +63,6 @@ def backward(
         *operands,
         name="logcumsumexp_backward",
         grid=plan.view.grid,
-        in_specs=[None if y is None else whole(y) for y in operands],
-        out_specs=[plan.view.spec(s.n), plan.view.spec(1)],
         out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)],
         num_warps=plan.c.num_warps,
     )
@@ -77,15 +75,12 @@ def _totals(plan: Plan, arrays: list[jax.Array]) -> Pair:
 
     A gradient w below pivot p grows with exp(-p), so its pair is (-p, w).
     """
-    shapes = segments.shapes(plan.view.s)
     p, w = launch(
         partial(_totals_kernel, plan=plan),
         *arrays,
         name="logcumsumexp_backward_totals",
         grid=plan.view.grid,
-        in_specs=[whole(y) for y in arrays],
-        out_specs=[whole(y) for y in shapes],
-        out_shape=shapes,
+        out_shape=segments.shapes(plan.view.s),
         num_warps=plan.c.num_warps,
     )
     return p, w

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, both, span, whole
+from pallas_ops.core.tiles import Ref, both, span
 from pallas_ops.ops.lrpe_cosine import trigonometry
 from pallas_ops.ops.lrpe_cosine.activation import Column
 from pallas_ops.ops.lrpe_cosine.config import SPREAD_ELEMENTS, Plan
@@ -54,8 +54,6 @@ def run(
         *operands,
         name=name,
         grid=grid,
-        in_specs=[None if x is None else whole(x) for x in operands],
-        out_specs=list(map(whole, out)),
         out_shape=out,
         num_warps=plan.c.num_warps,
     )
