@@ -121,17 +121,6 @@ def test_any_shape_compiles(settings: dict[str, Any]) -> None:
     assert ("tpa_decode_backward" in found) != falls_back
 
 
-@pytest.mark.parametrize("implementation", [None, "triton"])
-def test_what_no_block_fits_runs_the_reference_or_is_refused(implementation: Any) -> None:
-    xs = TPA_DECODE.structs(F32, r=512, d=512)
-    fn = partial(TPA_DECODE.fn, implementation=implementation)
-    if implementation is None:
-        assert not names(h200.compile_for_h200(fn, *xs))
-    else:
-        with pytest.raises(ValueError, match=r"float32 of R=512, D=512, E=128, for which shared"):
-            jax.eval_shape(fn, *xs)
-
-
 CONFIGS = [case(block_h=32), case(block_h=8, num_stages=1), case(block_h=16, num_splits=64)]
 
 
