@@ -20,6 +20,7 @@ from tests.support import (
     case,
     kernel_implementation,
     random_array,
+    value_and_vjp,
 )
 
 KERNEL = kernel_implementation()
@@ -153,6 +154,26 @@ def test_packed_sequences_compile_once(
         got = fn(spoilt, do, jnp.asarray(bounds, jnp.int32))
         assert_close(got, truth(x, do, bounds=bounds, **options), terms=6, scale=2.0)
     assert fn._cache_size() == 1
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_gradient_of_a_scale_knows_nothing_of_what_is_left_out(
+    rng: Rng, implementation: Any
+) -> None:
+    """NaN behind the last sequence, and where a shift drops it."""
+    x, do = arguments(rng, (40, 3))
+    options: dict[str, Any] = dict(axis=0, chunk_size=6, shift="chunk")
+    sums = truth(x, do, bounds=[0, 12, 30], **options)[0]
+
+    def scaled(scale: jax.Array) -> jax.Array:
+        spoilt = x.at[jnp.asarray([5, 11, 29, 30, 39])].set(jnp.nan)
+        return pallas_ops.chunk_cumsum_decay(
+            spoilt, scale=scale, cu_seqlens=[0, 12, 30], implementation=implementation, **options
+        )
+
+    out, (grad,) = value_and_vjp(jax.jit(scaled), (jnp.float32(0.7),), do)
+    assert_close(out, 0.7 * sums, terms=6, scale=2.0)
+    assert_close(grad, (do * sums).sum(), terms=120, scale=10.0)
 
 
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])

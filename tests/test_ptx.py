@@ -66,6 +66,18 @@ def test_distant_numbers_take_a_sector_each() -> None:
     assert traffic["loads sectors"] == 64
 
 
+@pytest.mark.parametrize(("order", "zero"), [("max", 0.0), ("min", -0.0)])
+def test_zeros_of_two_signs_have_an_order(order: str, zero: float) -> None:
+    body = f"""
+    ld.global.b32 %r2, [%rd4];
+    xor.b32 %r3, %r2, 0x80000000;
+    {order}.f32 %r4, %r2, %r3;
+    st.global.b32 [%rd5], %r4;"""
+    zeros = np.tile(np.asarray([0.0, -0.0], np.float32), 32)
+    out, _ = run(body, zeros.view(np.int32))
+    np.testing.assert_array_equal(out, np.full(64, zero, np.float32).view(np.int32))
+
+
 def test_programs_of_a_grid_go_their_ways() -> None:
     body = """
     mov.u32 %r2, %ctaid.y;

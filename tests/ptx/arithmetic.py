@@ -22,7 +22,17 @@ def _elementwise(fn: Callable[..., Any]) -> Run:
     return run
 
 
-for _pattern, _fn in {
+def _larger(a: Any, b: Any) -> Any:
+    """Of NaN and a number the number; of -0 and 0 it is 0, in either order."""
+    signs = a.view(np.uint32) & b.view(np.uint32)
+    return np.where(a == b, signs.view(np.float32), np.fmax(a, b))
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    return -_larger(-a, -b)
+
+
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
     rf"add\.(rn\.f32|{INTEGER})": np.add,
     rf"sub\.(rn\.f32|{INTEGER})": np.subtract,
     rf"neg\.(f32|{INTEGER})": np.negative,
@@ -34,17 +44,18 @@ for _pattern, _fn in {
     rf"mul\.(rn\.f32|lo\.{INTEGER})": np.multiply,
     rf"min\.{INTEGER}": np.minimum,
     rf"max\.{INTEGER}": np.maximum,
-    r"min\.f32": np.fmin,  # of NaN and a number the number
-    r"max\.f32": np.fmax,
-}.items():
+    r"min\.f32": _smaller,
+    r"max\.f32": _larger,
+}
+for _pattern, _fn in ELEMENTWISE.items():
     instruction(_pattern)(_elementwise(_fn))
 
 
 @instruction(r"max\.bf16x2")
 def larger_two(m: Machine, i: Instruction) -> None:
     a, b = (m.read(x, "u32") for x in i.operands[1:])
-    low = np.fmax(*((x << np.uint32(16)).view(np.float32) for x in (a, b)))
-    high = np.fmax(*((x & np.uint32(0xFFFF0000)).view(np.float32) for x in (a, b)))
+    low = _larger(*((x << np.uint32(16)).view(np.float32) for x in (a, b)))
+    high = _larger(*((x & np.uint32(0xFFFF0000)).view(np.float32) for x in (a, b)))
     m.write(i.operands[0], high.view(np.uint32) | low.view(np.uint32) >> np.uint32(16))
 
 

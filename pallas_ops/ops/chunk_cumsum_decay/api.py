@@ -200,10 +200,11 @@ def evaluate(
     params: vjp.Params, x: jax.Array, cu_seqlens: jax.Array | None, factor: jax.Array | None
 ) -> jax.Array:
     """The sums of x, times a scale that is an array."""
-    if factor is not None:
-        full = wide(x.dtype)
-        x = x.astype(full) * factor.astype(full)
-        params = dataclasses.replace(params, dtypes=(jnp.dtype(full).name, params.dtypes[1]))
+    if factor is not None:  # times the sums: what they leave out may be NaN
+        full = jnp.dtype(wide(x.dtype))
+        summed = dataclasses.replace(params, dtypes=(params.dtypes[0], full.name))
+        sums = evaluate(summed, x, cu_seqlens, None)
+        return (sums * factor.astype(full)).astype(params.dtypes[1])
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.astype(jnp.int32)
     operands: Any = vary.unify(x, cu_seqlens)
