@@ -108,51 +108,58 @@ def tpa_decode(
     aq: ArrayLike,
     ak: ArrayLike,
     av: ArrayLike,
-    bq: ArrayLike,
+    bq: ArrayLike | None,
     bk: ArrayLike,
     bv: ArrayLike,
     *,
     lengths: ArrayLike | Sequence[int] | None = None,
+    window: SupportsIndex | None = None,
     scale: ArrayLike | None = None,
     scale_q: ArrayLike | None = None,
     scale_k: ArrayLike | None = None,
     scale_v: ArrayLike | None = None,
+    batch_invariant: bool | np.bool_ = False,
     axis_name: str | None = None,
 ) -> jax.Array:
     """`pallas_ops.tpa_decode` in jax.numpy."""
     op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
-    return op.evaluate(*op.prepare((aq, ak, av, bq, bk, bv), lengths, scales, axis_name))[0]
+    given = (aq, ak, av, bq, bk, bv), lengths, scales, window, batch_invariant, axis_name
+    return op.evaluate(*op.prepare(*given))[0]
 
 
 def tpa_decode_with_lse(
     aq: ArrayLike,
     ak: ArrayLike,
     av: ArrayLike,
-    bq: ArrayLike,
+    bq: ArrayLike | None,
     bk: ArrayLike,
     bv: ArrayLike,
     *,
     lengths: ArrayLike | Sequence[int] | None = None,
+    window: SupportsIndex | None = None,
     scale: ArrayLike | None = None,
     scale_q: ArrayLike | None = None,
     scale_k: ArrayLike | None = None,
     scale_v: ArrayLike | None = None,
+    batch_invariant: bool | np.bool_ = False,
     axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pallas_ops.tpa_decode_with_lse` in jax.numpy."""
     op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
-    return op.evaluate(*op.prepare((aq, ak, av, bq, bk, bv), lengths, scales, axis_name))
+    given = (aq, ak, av, bq, bk, bv), lengths, scales, window, batch_invariant, axis_name
+    return op.evaluate(*op.prepare(*given))
 
 
 def tpa_decode_naive(
     aq: ArrayLike,
     ak: ArrayLike,
     av: ArrayLike,
-    bq: ArrayLike,
+    bq: ArrayLike | None,
     bk: ArrayLike,
     bv: ArrayLike,
     *,
     lengths: ArrayLike | Sequence[int] | None = None,
+    window: SupportsIndex | None = None,
     scale: ArrayLike | None = None,
     scale_q: ArrayLike | None = None,
     scale_k: ArrayLike | None = None,
@@ -160,5 +167,5 @@ def tpa_decode_naive(
 ) -> jax.Array:
     """`tpa_decode` by materialising q, k and v in their factors' dtypes and attending to them."""
     op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
-    operands = op.prepare((aq, ak, av, bq, bk, bv), lengths, scales, None)
+    operands = op.prepare((aq, ak, av, bq, bk, bv), lengths, scales, window)
     return op.evaluate(*operands, attention=_naive)[0]

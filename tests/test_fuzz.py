@@ -93,7 +93,8 @@ def random_config(rng: Rng, op: FuzzedOp, form: Form) -> Any:
 def random_form(rng: Rng, op: FuzzedOp) -> Form:
     name, operands, static = op.form(rng)
     operands, static = (
-        {k: v for k, v in x.items() if v is not None or k == "shape"} for x in (operands, static)
+        {k: v for k, v in x.items() if v is not None or k in ("shape", "bq")}
+        for x in (operands, static)
     )
     return name, operands, static
 
@@ -110,7 +111,8 @@ def random_signature(rng: Rng, op: FuzzedOp, implementation: Any) -> Signature:
         implementation = pick(rng, None, "xla")
     if implementation is not None:
         static["implementation"] = implementation
-    if implementation in ("triton", "interpret") and rng.random() < 0.5:
+    has_choice = implementation in ("triton", "interpret") and "batch_invariant" not in static
+    if has_choice and rng.random() < 0.5:
         static["config"] = random_config(rng, op, form)
     return transformed(rng, Signature(name, tuple(operands.items()), tuple(static.items())))
 
@@ -169,7 +171,7 @@ def _spoilt(rng: Rng, call: Call, values: Values) -> Values:
     if call.signature.batch is None or None not in axes:
         for name in CACHE:
             values[name][gone] = rng.choice(call.specials)
-    if operands["bq"].shape[1] == 1 and not call.signature.has_gradient and b * m:
+    if operands["aq"].shape[1] == 1 and not call.signature.has_gradient and b * m:
         values[pick(rng, *CACHE)][rng.integers(b), rng.integers(m)] = np.nan
     return values
 
@@ -393,9 +395,14 @@ def _tpa_form(rng: Rng) -> Form:
     for name, letters in FACTORS.items():
         shape = tuple(sizes[letter] for letter in letters if letter not in without)
         arguments[name] = Operand(shape, cache if name in CACHE else query)
+    if rng.random() < 0.25:
+        shape = tuple(sizes[letter] for letter in "bnhd")
+        arguments |= dict(aq=Operand(shape, query), bq=None)
     dtype = pick(rng, "int32", "int32", "int16", "uint32", "int64")
     lengths = Operand(pick(rng, (), (sizes["b"],)), dtype)
     arguments["lengths"] = pick(rng, None, lengths, lengths, int(rng.integers(-1, sizes["m"] + 2)))
+    arguments["window"] = pick(rng, *[None] * 3, 1, 20, np.int64(70), 10**30)
+    arguments["batch_invariant"] = pick(rng, *[None] * 4, True, np.True_)
     for name in SCALES:
         array = Operand((), pick(rng, "float32", "bfloat16"))
         arguments[name] = pick(rng, *[None] * 6, 0, 0.3, -1, np.float32(0.5), array)
@@ -404,19 +411,19 @@ def _tpa_form(rng: Rng) -> Form:
 
 def _tpa_truth(s: Signature, values: Values, weights: tuple[Float64, ...]) -> Truths:
     given: Values = dict(s.static) | values
-    aq, ak, av, bq, bk, bv = (to_float64(values[name]) for name in FACTORS)
+    aq, ak, av, bk, bv = (to_float64(values[name]) for name in FACTORS if name != "bq")
+    bq = to_float64(values["bq"]) if "bq" in values else None
     lengths: Any = given.get("lengths", ak.shape[1])
     lengths = np.broadcast_to(lengths, ak.shape[:1])
     for x in (ak, av, bk, bv):
         x[np.arange(ak.shape[1])[None] >= lengths[:, None]] = 0  # unread by the loop
     ranks = [1 if x.ndim == 3 else x.shape[2] for x in (bk, bv)]
-    usual = dict(
-        zip(SCALES, (bq.shape[3] ** -0.5, *(1 / r for r in (bq.shape[2], *ranks))), strict=True)
-    )
+    ranks = [1 if bq is None else bq.shape[2], *ranks]
+    usual = dict(zip(SCALES, (bk.shape[-1] ** -0.5, *(1 / r for r in ranks)), strict=True))
     scale, scale_q, scale_k, scale_v = (float(given.get(k, v)) / v for k, v in usual.items())
     xs = (aq * scale * scale_q * scale_k, ak, av * scale_v, bq, bk, bv)
     loop: Any = tpa_decode.loop
-    out, lse = loop(xs, lengths)
+    out, lse = loop(xs, lengths, given.get("window"))
     score, value = _largest_sums(*xs)
     outs = [Near(out, value * (1 + score)), Near(lse, 1 + score)][: 1 + s.op.endswith("lse")]
     if not s.has_gradient:
@@ -431,14 +438,15 @@ def _tpa_truth(s: Signature, values: Values, weights: tuple[Float64, ...]) -> Tr
     return outs, grads
 
 
-def _largest_sums(*xs: Float64) -> tuple[float, float]:
+def _largest_sums(*xs: Float64 | None) -> tuple[float, float]:
     """The largest sums of magnitudes that make a score, and a number of v."""
-    aq, ak, av, bq, bk, bv = map(np.nan_to_num, map(abs, xs))
+    magnitudes: Any = (x if x is None else np.nan_to_num(abs(x)) for x in xs)
+    aq, ak, av, bq, bk, bv = magnitudes
     ak, av, bk, bv = (x[:, :, None] if x.ndim == 3 else x for x in (ak, av, bk, bv))
-    q = np.einsum("bnhr,bnrd->bnhd", aq, bq) / bq.shape[2]
+    q = aq if bq is None else np.einsum("bnhr,bnrd->bnhd", aq, bq) / bq.shape[2]
     k = np.einsum("bmkh,bmkd->bmhd", ak, bk) / ak.shape[2]
     v = np.einsum("bmkh,bmke->bmhe", av, bv) / av.shape[2]
-    score = np.einsum("bnhd,bmhd->bnhm", q, k) * bq.shape[3] ** -0.5
+    score = np.einsum("bnhd,bmhd->bnhm", q, k) * bk.shape[-1] ** -0.5
     return float(score.max(initial=0)), float(v.max(initial=0))
 
 
@@ -452,7 +460,7 @@ NOT_SCALES = ("1", math.inf, math.nan, 10**400, 1j, True, [1.0], np.ones(2), np.
 NOT_ARRAYS: Any = (object(), {}, "x", [[1.0], [1.0, 2.0]], len, 10**400, np.array(["a"]), {1.0})
 NOT_DTYPES: Any = ("int8", "float99", int, 3, "complex64", "float8_e4m3fn", object(), [], {}, "f,f")
 NOT_AXIS_NAMES = (0, "nowhere", True, ["x"])
-OPTIONAL = ("initial_state", "cu_seqlens", "positions", "lengths", *SCALES)
+OPTIONAL = ("bq", "initial_state", "cu_seqlens", "positions", "lengths", *SCALES)
 
 
 def _each(**values: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
@@ -537,17 +545,21 @@ def _lrpe_refused(form: Form) -> Iterator[dict[str, Any]]:
 
 def _tpa_refused(form: Form) -> Iterator[dict[str, Any]]:
     _, operands, _ = form
-    for name in ("aq", *CACHE, "bq"):
+    for name in filter(operands.__contains__, FACTORS):
         x = operands[name]
-        other = "float16" if x.dtype == "bfloat16" else "bfloat16"
-        yield {name: x._replace(dtype=other)}
+        other = "float16" if "bfloat16" in (x.dtype, operands["bk"].dtype) else "bfloat16"
+        yield {name: x._replace(dtype=other if other != x.dtype else "float64")}
         shapes = [(*x.shape, 1), x.shape[1:], (*x.shape, 1, 1), ()]
-        last = len(x.shape) - (name == "bv")
-        shapes += [tuple(y + (i == j) for j, y in enumerate(x.shape)) for i in range(last)]
+        others = [i for i in range(len(x.shape)) if (name, i) != ("bv", len(x.shape) - 1)]
+        if name == "aq" and "bq" not in operands:
+            others.remove(1)  # of any number of queries
+        shapes += [tuple(y + (i == j) for j, y in enumerate(x.shape)) for i in others]
         yield from _each(**{name: tuple(x._replace(shape=shape) for shape in shapes)})
     b = operands["bk"].shape[0]
     lengths = (Operand((b + 1,), "int32"), Operand((b, 1), "int32"), 1.0, Operand((b,), "float32"))
     yield from _each(lengths=(*lengths, "all", True, [0.5]), axis_name=NOT_AXIS_NAMES)
+    windows = tuple(x for x in NOT_INTEGERS if x is not None)
+    yield from _each(window=(*windows, 0, -1), batch_invariant=NOT_FLAGS)
     yield from _each(**dict.fromkeys(SCALES, NOT_SCALES))
 
 

@@ -66,6 +66,18 @@ def test_distant_numbers_take_a_sector_each() -> None:
     assert traffic["loads sectors"] == 64
 
 
+def test_the_upper_half_of_a_product_of_64_bits() -> None:
+    factors = np.asarray([2**64 - 1, 2**63 + 12345, 7**20, 3], np.uint64)
+    body = "".join(
+        f"mov.b64 %rd{5}, {int(x)}; mul.hi.u64 %rd6, %rd5, 2635249153617166336;"
+        f"st.global.b64 [%rd2+{8 * k}], %rd6;"
+        for k, x in enumerate(factors)
+    )
+    out, _ = run(body, np.zeros(64), size=8)
+    want = [int(x) * 2635249153617166336 >> 64 for x in factors]
+    np.testing.assert_array_equal(out.view(np.uint64), np.asarray(want, np.uint64))
+
+
 @pytest.mark.parametrize(("order", "zero"), [("max", 0.0), ("min", -0.0)])
 def test_zeros_of_two_signs_have_an_order(order: str, zero: float) -> None:
     body = f"""

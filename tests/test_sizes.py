@@ -177,6 +177,29 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         same(keys.index, index, index < m)
 
 
+@pytest.mark.parametrize("m", [LONGEST, 5000])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_decoding_of_a_window(
+    m: int, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block of its keys belongs to one split."""
+    s = tpa_config.Sizes(b=1, n=1, m=m, h=32, r=16, d=64, e=64, rk=1, rv=1, dtype="bfloat16")
+    c = tpa_config.choose(s, H200, batch_invariant=batch_invariant)
+    plan = tpa.Plan(s, c, 1.0, 1.0, 3000, batch_invariant)
+    rows = tpa.Rows(plan, 0)
+    for (split,) in programs((c.num_splits,), monkeypatch):
+        _, first, stop = tpa.key_range(rows, None)
+        assert (first, stop) == (m - 3000, m)
+        got = tuple(map(int, tpa.blocks_of_split(plan, jnp.int32(split), first, stop)))
+        begin, end = first // c.block_m, -(-m // c.block_m)
+        blocks = end - begin
+        want = tuple(begin + (split + i) * blocks // c.num_splits for i in (0, 1))
+        if batch_invariant:
+            size = tpa_config.split_size(m) // c.block_m
+            want = max(begin, split * size), min(end, (split + 1) * size)
+        assert got == want
+
+
 def test_what_cannot_be_counted_runs_the_reference() -> None:
     """Queries times heads, or times ranks."""
 

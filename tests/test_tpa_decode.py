@@ -32,10 +32,13 @@ SHAPES = [
     case(b=1, n=1, m=2, h=1, r=1, d=1, e=1),
     case(b=2, n=3, m=70, h=5, r=6, d=24, e=16),
     case(b=1, n=2, m=45, h=3, r=4, d=16, e=16, rk=2, rv=3),
+    case(b=2, n=1, m=67, h=17, d=24, e=16, rk=2, rv=2, full=True),
+    case(b=1, n=3, m=45, h=5, d=16, e=33, full=True),
 ]
+WINDOWS = [case(n=1, m=200, window=70), case(n=3, m=70, window=1), case(n=3, m=70, h=17, window=33)]
 
 
-def lengths_to_try(rng: Rng, shape: dict[str, int], dtype: Any) -> list[tuple[Any, jax.Array]]:
+def lengths_to_try(rng: Rng, shape: dict[str, Any], dtype: Any) -> list[tuple[Any, jax.Array]]:
     """What to give the kernel, and what it means: every query sees a key; none for one dtype."""
     b, n, m = shape["b"], shape["n"], shape["m"]
     some = jnp.asarray(rng.integers(n, m + 1, b), jnp.int32)
@@ -47,7 +50,7 @@ def lengths_to_try(rng: Rng, shape: dict[str, int], dtype: Any) -> list[tuple[An
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_references_are_the_loop(rng: Rng, shape: dict[str, int]) -> None:
+def test_references_are_the_loop(rng: Rng, shape: dict[str, Any]) -> None:
     xs = factors(rng, **shape)
     lengths = jnp.asarray(rng.integers(0, shape["m"] + 1, shape["b"]), jnp.int32)
     out, lse = loop(xs, lengths)
@@ -99,7 +102,7 @@ def test_scales_of_other_dtypes_lose_nothing(rng: Rng, implementation: Any) -> N
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_forward_is_as_good_as_the_reference(rng: Rng, shape: dict[str, int], dtype: Any) -> None:
+def test_forward_is_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], dtype: Any) -> None:
     xs = factors(rng, dtype, **shape)
     kernel, reference = both(KERNEL), both("xla")
     for given, lengths in lengths_to_try(rng, shape, dtype):
@@ -117,16 +120,16 @@ def test_scores_in_the_tens_keep_their_precision(rng: Rng, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_float32_queries_beside_a_cache_of_16_bits(
-    rng: Rng, shape: dict[str, int], dtype: Any
+    rng: Rng, shape: dict[str, Any], dtype: Any
 ) -> None:
     """The result has the queries' dtype, and all of its digits; gradients have their factors'."""
     aq, *cache, bq, bk, bv = factors(rng, **shape)
     ak, av, bk, bv = (x.astype(dtype) for x in (*cache, bk, bv))
-    xs = (aq, ak, av, bq, bk, bv)
+    xs: Any = (aq, ak, av, bq, bk, bv)
     lengths = jnp.asarray(rng.integers(shape["n"], shape["m"] + 1, shape["b"]), jnp.int32)
     weights = random_cotangents(rng, jax.eval_shape(both("xla"), *xs))
     got, own = (value_and_vjp(both(i, lengths=lengths), xs, weights) for i in (KERNEL, "xla"))
-    assert [x.dtype for x in got[1]] == [x.dtype for x in xs]
+    assert [x.dtype for x in jax.tree.leaves(got[1])] == [x.dtype for x in jax.tree.leaves(xs)]
     # Up to six products of the tensor cores, which truncate, are added for one of the reference.
     assert_as_good_as_reference(got[0], own[0], loop(xs, lengths), floor=8 * EPS32)
     wide = in_float64(
@@ -206,15 +209,21 @@ def test_nan_in_the_cache_reaches_its_own_batch_element_only(rng: Rng, implement
 
 
 def pull(
-    xs: tuple[jax.Array, ...], lengths: Any, cotangents: Any, *, implementation: Any = "xla"
+    xs: tuple[jax.Array, ...],
+    lengths: Any,
+    cotangents: Any,
+    *,
+    implementation: Any = "xla",
+    window: int | None = None,
 ) -> Any:
-    f = partial(pallas_ops.tpa_decode_with_lse, lengths=lengths, implementation=implementation)
+    options: Any = dict(implementation=implementation, window=window)
+    f = partial(pallas_ops.tpa_decode_with_lse, lengths=lengths, **options)
     return jax.vjp(f, *xs)[1](cotangents)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradient_is_as_good_as_the_reference(rng: Rng, shape: dict[str, int], dtype: Any) -> None:
+def test_gradient_is_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], dtype: Any) -> None:
     xs = factors(rng, dtype, **shape)
     cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
     kernel = jax.jit(partial(pull, implementation=KERNEL))
@@ -264,6 +273,62 @@ def test_gradient_of_many_rows_falls_back(rng: Rng) -> None:
     assert_close(got, value_and_vjp(both("xla"), xs, cotangents)[1], terms=24)
 
 
+# Windows and batches
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("shape", WINDOWS)
+def test_a_window_is_the_last_keys(rng: Rng, shape: dict[str, Any], full: bool, dtype: Any) -> None:
+    """Keys that no query sees may hold anything, and have no gradient."""
+    sizes = dict(shape)
+    window, n, m = sizes.pop("window"), sizes["n"], sizes["m"]
+    xs = factors(rng, dtype, b=3, full=full, **sizes)
+    lengths = jnp.asarray([m, n, m // 2], jnp.int32)
+    key = jnp.arange(m)[None]
+    gone = (key >= lengths[:, None]) | (key < lengths[:, None] - (n - 1) - window)
+    aq, *cache, bq, bk, bv = (
+        x if x is None or x.shape[1] != m else jnp.where(gone[..., None], jnp.nan, x) for x in xs
+    )
+    poisoned = (aq, *cache, bq, bk, bv)
+    own, got = (both(i, lengths=lengths, window=window)(*poisoned) for i in ("xla", KERNEL))
+    assert_as_good_as_reference(got, own, loop(xs, lengths, window))
+
+    cotangents = random_cotangents(rng, got)
+    pulls = (partial(pull, implementation=i, window=window) for i in ("xla", KERNEL))
+    own, got = (jax.jit(p)(poisoned, lengths, cotangents) for p in pulls)
+    truth = in_float64(partial(pull, window=window), xs, lengths, cotangents)
+    assert_as_good_as_reference(got, own, truth, floor=16 * EPS32)
+
+
+def test_a_window_of_all_keys_is_none(rng: Rng) -> None:
+    xs = factors(rng)
+    for window in (40, 10**30):
+        program = jax.make_jaxpr(partial(pallas_ops.tpa_decode, window=window))(*xs)
+        assert str(program) == str(jax.make_jaxpr(pallas_ops.tpa_decode)(*xs))
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+@pytest.mark.parametrize("window", [None, 520])
+def test_bits_know_nothing_of_the_batch(rng: Rng, window: int | None, implementation: Any) -> None:
+    """Nor of the others' lengths. The kernel's output knows nothing of the cache's size either."""
+    xs = factors(rng, jnp.bfloat16, b=5, m=1100, h=5, r=3, d=16, rk=2)
+    lengths = jnp.asarray([1100, 3, 600, 0, 1030], jnp.int32)
+    run = both(implementation, batch_invariant=True, window=window)
+    out, lse = run(*xs, lengths=lengths)
+    assert_close((out, lse), loop(xs, lengths, window), terms=1100)
+    for rows in (slice(0, 1), slice(2, 5)):
+        got = run(*(x[rows] for x in xs), lengths=lengths[rows])
+        np.testing.assert_array_equal(got[0], out[rows])
+        np.testing.assert_array_equal(got[1], lse[rows])
+    if implementation == KERNEL:
+        longer = (
+            x if x.shape[1] == 1 else jnp.pad(x, ((0, 0), (0, 999), *((0, 0),) * (x.ndim - 2)))
+            for x in xs
+        )
+        np.testing.assert_array_equal(run(*longer, lengths=lengths)[0], out)
+
+
 # Laws
 
 
@@ -303,7 +368,7 @@ def test_several_queries_are_as_many_steps(rng: Rng, implementation: Any) -> Non
 
 @pytest.mark.parametrize("axis", ["b", "n", "m", "h", "r", "d", "e"])
 def test_an_axis_of_size_zero(rng: Rng, axis: str) -> None:
-    shape = dict(b=2, n=1, m=4, h=3, r=2, d=8, e=8) | {axis: 0}
+    shape: dict[str, Any] = dict(b=2, n=1, m=4, h=3, r=2, d=8, e=8) | {axis: 0}
     xs = factors(rng, **shape)
     out, lse = pallas_ops.tpa_decode_with_lse(*xs)
     assert out.shape == (shape["b"], shape["n"], shape["h"], shape["e"])

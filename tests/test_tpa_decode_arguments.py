@@ -50,6 +50,19 @@ REFUSED = [
         ValueError,
         r"aq.shape is .*; accepted: \[B, N, H, R\] with .*R=5 \(as in bq\), H=3 \(as in ak\)",
     ),
+    (
+        dict(bq=None),
+        ValueError,
+        r"aq.shape is .*; accepted: \[B, N, H, D\] with .*D=16 \(as in bk\)",
+    ),
+    (dict(window=0), ValueError, "window is 0; accepted: an int >= 1"),
+    (dict(window=1.5), TypeError, "window is 1.5; accepted: an int >= 1"),
+    (dict(batch_invariant=1), TypeError, "batch_invariant is 1; accepted: True or False"),
+    (
+        dict(batch_invariant=True, config=TpaDecodeConfig(block_h=16)),
+        ValueError,
+        "config and batch_invariant are both given",
+    ),
     (dict(aq=jnp.zeros((2, 1, 4, 3))), ValueError, r"aq.shape is \(2, 1, 4, 3\); .* R=4.*, H=3"),
     (dict(lengths="all"), TypeError, "lengths is 'all'; accepted: an array"),
     (dict(axis_name="x"), ValueError, "axis_name is 'x'; accepted: None, or a mesh axis of the"),
@@ -116,3 +129,16 @@ def test_choice_fills_the_card_without_idle_splits(b: int, m: int) -> None:
     assert c.num_splits <= -(-m // 32)
     assert forward_bytes(s, c) <= H200.shared_memory
     assert c.num_stages >= 3
+
+
+@pytest.mark.parametrize("m", [100, 5000, 2**28])
+def test_choice_that_knows_nothing_of_the_batch(m: int) -> None:
+    of_batch = {
+        choose(
+            Sizes(b=b, n=1, m=m, h=32, r=16, d=128, e=128, rk=1, rv=1, dtype="bfloat16"),
+            H200,
+            batch_invariant=True,
+        )
+        for b in (1, 8, 500)
+    }
+    assert len(of_batch) == 1

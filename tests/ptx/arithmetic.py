@@ -44,11 +44,17 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     rf"mul\.(rn\.f32|lo\.{INTEGER})": np.multiply,
     rf"min\.{INTEGER}": np.minimum,
     rf"max\.{INTEGER}": np.maximum,
+    r"min\.relu\.s32": lambda a, b: np.maximum(np.minimum(a, b), 0),
     r"min\.f32": _smaller,
     r"max\.f32": _larger,
 }
 for _pattern, _fn in ELEMENTWISE.items():
     instruction(_pattern)(_elementwise(_fn))
+
+
+@instruction(r"neg\.bf16")
+def negate_half_width(m: Machine, i: Instruction) -> None:
+    m.write(i.operands[0], m.read(i.operands[1], "u16") ^ np.uint16(0x8000))
 
 
 @instruction(r"max\.bf16x2")
@@ -74,6 +80,16 @@ def multiply_wide(m: Machine, i: Instruction) -> None:
     if i.words[1] == "hi":
         product = (product >> 4 * product.itemsize).astype(TYPES[i.type])
     m.write(i.operands[0], product)
+
+
+@instruction(r"mul\.hi\.u64")
+def multiply_high(m: Machine, i: Instruction) -> None:
+    """In halves of 32 bits."""
+    half, mask = np.uint64(32), np.uint64(2**32 - 1)
+    a, b = (m.read(x, "u64") for x in i.operands[1:])
+    cross = (a >> half) * (b & mask) + ((a & mask) * (b & mask) >> half)
+    other = (a & mask) * (b >> half) + (cross & mask)
+    m.write(i.operands[0], (a >> half) * (b >> half) + (cross >> half) + (other >> half))
 
 
 @instruction(r"fma\.rn\.f32")

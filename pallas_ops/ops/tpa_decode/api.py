@@ -1,10 +1,11 @@
 """The public face of tpa_decode."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_ops.core import checks, forward_mode, vary
@@ -22,15 +23,17 @@ def tpa_decode(
     aq: ArrayLike,
     ak: ArrayLike,
     av: ArrayLike,
-    bq: ArrayLike,
+    bq: ArrayLike | None,
     bk: ArrayLike,
     bv: ArrayLike,
     *,
     lengths: ArrayLike | Sequence[int] | None = None,
+    window: SupportsIndex | None = None,
     scale: ArrayLike | None = None,
     scale_q: ArrayLike | None = None,
     scale_k: ArrayLike | None = None,
     scale_v: ArrayLike | None = None,
+    batch_invariant: bool | np.bool_ = False,
     axis_name: str | None = None,
     implementation: Implementation | None = None,
     config: TpaDecodeConfig | None = None,
@@ -55,18 +58,24 @@ def tpa_decode(
         If R = H, nothing tells them apart: [B, N, R, H] is taken as it stands, and wrong.
       ak: key head factors [B, M, H], or [B, M, Rk, H] with a key rank.
       av: value head factors [B, M, H], or [B, M, Rv, H].
-      bq: query feature factors [B, N, R, D].
+      bq: query feature factors [B, N, R, D]. None: queries have no factors, and aq is q itself,
+        [B, N, H, D].
       bk: key feature factors [B, M, D], or [B, M, Rk, D].
       bv: value feature factors [B, M, E], or [B, M, Rv, E]. All six have one dtype, or aq and bq
         are float32 and the others bfloat16 or float16.
       lengths: integers [B] or [], may be traced (`key_value_seq_lengths`): keys m >= lengths[b] do
         not exist, whatever the cache holds there (NaN included). Length 0 gives 0, as does a
         negative one; one above M means M. Default: all M keys exist.
-      scale: default D**-0.5; scale_q: default 1 / R; scale_k: default 1 / Rk; scale_v: default
-        1 / Rv. Finite numbers, or floating arrays of shape [] (which may be traced and are
-        differentiable; one of the scores makes the queries float32).
+      window: a query sees the last `window` of the keys that it would see otherwise. What no query
+        sees is not read. Default: no bound.
+      scale: default D**-0.5; scale_q: default 1 / R (1 if bq is None); scale_k: default 1 / Rk;
+        scale_v: default 1 / Rv. Finite numbers, or floating arrays of shape [] (which may be
+        traced and are differentiable; one of the scores makes the queries float32).
+      batch_invariant: a row of the batch gets the same bits in every batch, whatever the others'
+        lengths are. Keys are taken in parts of 512, so short batches of long rows take longer.
       axis_name: inside `jax.shard_map`, the mesh axis over which M is sharded, in order; partial
-        results are merged by their log-sum-exp, and `lengths` count over all shards.
+        results are merged by their log-sum-exp in one exchange, and `lengths` count over all
+        shards.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
         elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
       config: launch choices of the forward kernel; None chooses by shape. "xla" takes none.
@@ -87,6 +96,8 @@ def tpa_decode(
             (aq, ak, av, bq, bk, bv),
             lengths,
             (scale, scale_q, scale_k, scale_v),
+            window,
+            batch_invariant,
             axis_name,
             implementation,
             config,
@@ -98,15 +109,17 @@ def tpa_decode_with_lse(
     aq: ArrayLike,
     ak: ArrayLike,
     av: ArrayLike,
-    bq: ArrayLike,
+    bq: ArrayLike | None,
     bk: ArrayLike,
     bv: ArrayLike,
     *,
     lengths: ArrayLike | Sequence[int] | None = None,
+    window: SupportsIndex | None = None,
     scale: ArrayLike | None = None,
     scale_q: ArrayLike | None = None,
     scale_k: ArrayLike | None = None,
     scale_v: ArrayLike | None = None,
+    batch_invariant: bool | np.bool_ = False,
     axis_name: str | None = None,
     implementation: Implementation | None = None,
     config: TpaDecodeConfig | None = None,
@@ -121,6 +134,8 @@ def tpa_decode_with_lse(
             (aq, ak, av, bq, bk, bv),
             lengths,
             (scale, scale_q, scale_k, scale_v),
+            window,
+            batch_invariant,
             axis_name,
             implementation,
             config,
@@ -136,28 +151,33 @@ class Scales(NamedTuple):
 
 
 def prepare(
-    factors: Sequence[ArrayLike],
+    factors: Sequence[ArrayLike | None],
     lengths: ArrayLike | Sequence[int] | None,
     scales: Sequence[ArrayLike | None],
-    axis_name: str | None,
+    window: SupportsIndex | None = None,
+    batch_invariant: bool | np.bool_ = False,
+    axis_name: str | None = None,
     implementation: Implementation | None = "xla",
     config: TpaDecodeConfig | None = None,
-) -> tuple[vjp.Params, str | None, tuple[jax.Array, ...], jax.Array | None, Scales]:
+) -> tuple[vjp.Params, str | None, tuple[jax.Array | None, ...], jax.Array | None, Scales]:
     """What `evaluate` takes, or a refusal."""
     checks.axis_name(axis_name)
-    arrays = tuple(checks.array(*pair) for pair in zip(FACTORS, factors, strict=True))
+    arrays: Any = tuple(
+        None if x is None and name == "bq" else checks.array(name, x)
+        for name, x in zip(FACTORS, factors, strict=True)
+    )
     lengths = checks.optional_array("lengths", lengths)
     dtype = wide(arrays[0].dtype)
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
     signatures = map(checks.signature, (*arrays, lengths))
-    facts: Any = (*signatures, implementation, config)
-    sizes, implementation = _check(*facts)
+    facts: Any = (*signatures, window, batch_invariant, axis_name, implementation, config)
+    sizes, static = _check(*facts)
     query, value = reference.scales(*sizes, *given)
     params = vjp.Params(
         score_scale=1.0 if isinstance(query, jax.Array) else query,
         value_scale=1.0 if isinstance(value, jax.Array) else value,
-        implementation=implementation,
         config=config,
+        **static,
     )
     arrays_of = (x if isinstance(x, jax.Array) else None for x in (query, value))
     return params, axis_name, arrays, lengths, Scales(*arrays_of)
@@ -168,33 +188,46 @@ def _check(
     aq: Struct,
     ak: Struct,
     av: Struct,
-    bq: Struct,
+    bq: Struct | None,
     bk: Struct,
     bv: Struct,
     lengths: Struct | None,
+    window: SupportsIndex | None,
+    batch_invariant: bool | np.bool_,
+    axis_name: str | None,
     implementation: Implementation | None,
     config: TpaDecodeConfig | None,
-) -> tuple[tuple[int, ...], Implementation | None]:
-    """D, R, Rk, Rv and the implementation, or a refusal; of what can be hashed, so it runs once."""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """D, R, Rk, Rv and static arguments, or a refusal; of what can be hashed, so it runs once."""
     checks.implementation(implementation, config, TpaDecodeConfig)
-    arrays = dict(aq=aq, ak=ak, av=av, bq=bq, bk=bk, bv=bv)
+    arrays = dict(aq=aq, ak=ak, av=av, bk=bk, bv=bv) | ({} if bq is None else dict(bq=bq))
     sizes = {"Rk": 1, "Rv": 1} | _sizes(arrays, lengths)
     _check_dtypes(arrays)
-    rows = {f"N * {x}": sizes["N"] * sizes[x] for x in ("H", "R")}
+    if window is not None:
+        window = min(checks.integer("window", window, least=1), checks.LONGEST)
+        if axis_name is None and isinstance(sizes["M"], int) and window >= sizes["M"]:
+            window = None
+    batch_invariant = checks.flag("batch_invariant", batch_invariant)
+    if batch_invariant and config is not None:
+        raise ValueError("config and batch_invariant are both given; accepted: one of them")
+    rows = {f"N * {x}": sizes["N"] * sizes[x] for x in "HR" if x in sizes}
     implementation = checks.kernel_or_reference(implementation, aq.dtype, sizes | rows)
-    return tuple(sizes[letter] for letter in ("D", "R", "Rk", "Rv")), implementation
+    static = dict(implementation=implementation, window=window, batch_invariant=batch_invariant)
+    return tuple(sizes.get(letter) for letter in ("D", "R", "Rk", "Rv")), static
 
 
 def _sizes(arrays: dict[str, Struct], lengths: Struct | None) -> dict[str, int]:
     """By letter. aq comes last: of its axes the others tell which are the heads."""
-    axes = checks.Axes()
-    axes.check("bq", arrays["bq"], "B N R D")
+    axes, query = checks.Axes(), "B N H D"
+    if "bq" in arrays:
+        query = "B N H R"
+        axes.check("bq", arrays["bq"], "B N R D")
     for letter, width in (("k", "D"), ("v", "E")):
         a, b = arrays[f"a{letter}"], arrays[f"b{letter}"]
         forms = ("B M", f"B M R{letter}")
         axes.check(f"a{letter}", a, *(f"{form} H" for form in forms))
         axes.check(f"b{letter}", b, f"{forms[len(a.shape) - 3]} {width}")
-    axes.check("aq", arrays["aq"], "B N H R")
+    axes.check("aq", arrays["aq"], query)
     if lengths is not None:
         checks.integers("lengths", lengths)
         axes.check("lengths", lengths, "", "B")
@@ -206,7 +239,7 @@ def _check_dtypes(arrays: dict[str, Struct]) -> None:
     for name, x in arrays.items():
         checks.floating(name, x)
     checks.same_dtype("ak", "av", "bk", "bv", arrays=arrays)
-    checks.same_dtype("aq", "bq", arrays=arrays)
+    checks.same_dtype("aq", *(name for name in arrays if name == "bq"), arrays=arrays)
     query, cache = arrays["aq"].dtype, arrays["ak"].dtype
     if query != cache and not (query == jnp.float32 and cache.itemsize == 2):
         raise TypeError(
@@ -218,21 +251,23 @@ def _check_dtypes(arrays: dict[str, Struct]) -> None:
 def evaluate(
     params: vjp.Params,
     axis_name: str | None,
-    factors: tuple[jax.Array, ...],
+    factors: tuple[jax.Array | None, ...],
     lengths: jax.Array | None,
     scales: Scales,
     attention: Callable[..., Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp."""
-    aq, ak, av, bq, bk, bv = factors
+    aq, ak, av, bq, bk, bv = cast(Any, factors)
     dtype, full = aq.dtype, jnp.dtype(wide(aq.dtype))
     if scales.query is not None:
-        aq, bq = aq.astype(full) * scales.query.astype(full), bq.astype(full)
+        aq = aq.astype(full) * scales.query.astype(full)
+        bq = None if bq is None else bq.astype(full)
     ak, av, bk, bv = reference.with_ranks(ak, av, bk, bv)
     if lengths is not None:  # any integers; below 0 and 0 mean the same
         most = min(jnp.iinfo(lengths.dtype).max, jnp.iinfo(jnp.int32).max)
         lengths = jnp.clip(lengths, 0, most).astype(jnp.int32)
-    lengths = reference.local_lengths(lengths, aq.shape[1], ak.shape[1], axis_name)
+    counted = aq.shape[1] != 1 or params.window is not None
+    lengths = reference.local_lengths(lengths, ak.shape[1], axis_name, needed=counted)
     if lengths is not None:
         lengths = jnp.broadcast_to(lengths, aq.shape[:1])
     operands: Any = vary.unify(aq, ak, av, bq, bk, bv, lengths)

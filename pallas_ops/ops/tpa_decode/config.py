@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pallas_ops.core import checks
 from pallas_ops.core.backend import NoKernelError
 from pallas_ops.core.card import Card
+from pallas_ops.core.tiles import MOST_PARTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class Sizes:
     rv: int
     dtype: str  # of the cache
     wide_queries: bool = False  # whether aq and bq are float32 beside a cache of 16 bits
+    has_bq: bool = True  # else aq is q itself, and r is D
 
     @property
     def tile_r(self) -> int:
@@ -81,9 +83,9 @@ def tile(size: int) -> int:
 
 def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     """At most what Triton takes of shared memory for the forward kernel."""
-    rows, ranks = c.block_n * tile(c.block_h), c.block_n * s.tile_r
+    rows, ranks = c.block_n * tile(c.block_h), c.block_n * s.tile_r * s.has_bq
     own, mixed = s.operand_bytes
-    queries = own * ranks * s.tile_d + (2 + mixed) * rows * ranks
+    queries = own * (ranks or rows) * s.tile_d + (2 + mixed) * rows * ranks
     products = own * s.rk * s.tile_d, mixed * s.rv * s.tile_e, 4 * s.rv * rows
     key = s.buffer_bytes(c) + 8 * s.rk * ranks + max(products)
     return max(queries + c.block_m * key, 4 * rows * s.tile_e)  # the latter stores the output
@@ -91,26 +93,28 @@ def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
 
 def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     """At most what Triton takes of shared memory for the backward kernel."""
-    rows, ranks = c.block_n * tile(c.block_h), c.block_n * s.tile_r
+    rows, ranks = c.block_n * tile(c.block_h), c.block_n * s.tile_r * s.has_bq
     own, mixed = s.operand_bytes
-    queries = (own + mixed) * (ranks * s.tile_d + rows * s.tile_e) + 2 * mixed * rows * ranks
+    wide = (ranks or rows) * s.tile_d + rows * s.tile_e
+    queries = (own + mixed) * wide + 2 * mixed * rows * ranks
     scores = 8 * (rows + s.rk * ranks) + 2 * max(s.tile_d, s.tile_e)
-    products = scores, mixed * (ranks + s.tile_d), mixed * s.tile_e
+    products = scores, mixed * ((ranks or rows) + s.tile_d), mixed * s.tile_e
     return queries + c.block_m * (s.buffer_bytes(c) + max(products))
 
 
-def choose(s: Sizes, card: Card) -> TpaDecodeConfig:
+def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeConfig:
     """The forward launch: every SM one stream of keys, as many bytes in flight as fit.
 
     Raises:
       NoKernelError: where not even one block of 16 keys fits.
     """
     block_h = min(s.h, 64)
+    lanes = max(tile(block_h), s.tile_r * s.has_bq)
     block_n = 1
-    while block_n < s.n and 2 * block_n * max(tile(block_h), s.tile_r) <= 64:
+    while block_n < s.n and 2 * block_n * lanes <= 64:
         block_n *= 2
     rows = (block_h, block_n), (block_h, 1), (min(s.h, 16), 1)
-    configs = (_choose_keys(s, *r, card) for r in rows)
+    configs = (_choose_keys(s, *r, card, batch_invariant) for r in rows)
     for c in configs:
         if c is not None:
             return c
@@ -120,10 +124,15 @@ def choose(s: Sizes, card: Card) -> TpaDecodeConfig:
     )
 
 
-def _choose_keys(s: Sizes, block_h: int, block_n: int, card: Card) -> TpaDecodeConfig | None:
+def _choose_keys(
+    s: Sizes, block_h: int, block_n: int, card: Card, batch_invariant: bool
+) -> TpaDecodeConfig | None:
     programs = s.b * -(-s.h // block_h) * -(-s.n // block_n)
     num_splits = max(1, min(card.num_sms // programs, -(-s.m // 32)))
     keys = -(-s.m // num_splits)
+    if batch_invariant:
+        keys = split_size(s.m)
+        num_splits = -(-s.m // keys)
     block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
     rows = block_n * tile(block_h)
     c = TpaDecodeConfig(
@@ -135,6 +144,14 @@ def _choose_keys(s: Sizes, block_h: int, block_n: int, card: Card) -> TpaDecodeC
         num_stages=4 if block_m == 64 and keys >= 1024 else 3,
     )
     return fit(s, c, forward_bytes, card)
+
+
+def split_size(m: int) -> int:
+    """The keys of a split that knows nothing of the batch: a power of two."""
+    size = 512
+    while -(-m // size) > MOST_PARTS:
+        size *= 2
+    return size
 
 
 def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:

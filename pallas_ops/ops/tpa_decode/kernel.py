@@ -25,10 +25,10 @@ from pallas_ops.ops.tpa_decode.tiles import (
     Keys,
     Plan,
     Rows,
+    blocks_of_split,
     flat,
     key_range,
     load,
-    part,
     per_batch,
     scores,
     sizes,
@@ -42,23 +42,26 @@ def forward(
     aq: jax.Array,
     ak: jax.Array,
     av: jax.Array,
-    bq: jax.Array,
+    bq: jax.Array | None,
     bk: jax.Array,
     bv: jax.Array,
     lengths: jax.Array | None,
     *,
     score_scale: float,
     value_scale: float,
+    window: int | None,
+    batch_invariant: bool,
     out_dtype: str,
     config: TpaDecodeConfig | None,
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, N, H, E] and lse [B, N, H] of factors with a rank axis."""
-    s = sizes(aq, ak, av, bq, bv)
-    c = config or choose(s, card.current())
-    plan = Plan(s, c, score_scale, value_scale)
+    s = sizes(aq, ak, av, bq, bk, bv)
+    c = config or choose(s, card.current(), batch_invariant=batch_invariant)
+    plan = Plan(s, c, score_scale, value_scale, window, batch_invariant)
     rows, splits = s.n * s.h, c.num_splits
-    arrays = (flat(aq, 3), flat(ak, 2), flat(av, 2), flat(bq, 3), flat(bk, 2), flat(bv, 2))
-    operands = (*arrays, None if lengths is None else lengths[:, None])
+    heads = flat(aq, 3), flat(ak, 2), flat(av, 2)
+    features = None if bq is None else flat(bq, 3), flat(bk, 2), flat(bv, 2)
+    operands = (*heads, *features, None if lengths is None else lengths[:, None])
     dtype = jnp.dtype(out_dtype if splits == 1 else jnp.float32)
     out, lse = launch(
         partial(_forward_kernel, plan=plan),
@@ -78,15 +81,18 @@ def forward(
         num_stages=c.num_stages,
     )
     if splits > 1:
-        out, lse = _merge(out, lse, out_dtype)
+        # In one order, however many splits there are, where bits matter.
+        out, lse = _merge(out, lse, out_dtype, 32 if batch_invariant else tile(splits))
     return out.reshape(s.b, s.n, s.h, s.e), lse.reshape(s.b, s.n, s.h)
 
 
-def _merge(out: jax.Array, lse: jax.Array, out_dtype: str) -> tuple[jax.Array, jax.Array]:
+def _merge(
+    out: jax.Array, lse: jax.Array, out_dtype: str, block: int
+) -> tuple[jax.Array, jax.Array]:
     """Partial results out [B, S, rows, E] and lse [B, S, rows], merged over S."""
     b, splits, rows, e = out.shape
     merged, total = launch(
-        partial(_merge_kernel, splits=splits, e=e),
+        partial(_merge_kernel, splits=splits, block=block, e=e),
         out,
         lse,
         name="tpa_decode_merge",
@@ -103,16 +109,16 @@ def _merge(out: jax.Array, lse: jax.Array, out_dtype: str) -> tuple[jax.Array, j
             jax.ShapeDtypeStruct((b, rows, e), jnp.dtype(out_dtype)),
             jax.ShapeDtypeStruct((b, rows), jnp.float32),
         ],
-        num_warps=max(1, min(8, tile(splits) * tile(e) // 512)),
+        num_warps=max(1, min(8, block * tile(e) // 512)),
     )
     return merged, total
 
 
 def _forward_kernel(
-    aq_ref: Ref,  # [N H, R]
+    aq_ref: Ref,  # [N H, R], or [N H, D] without bq
     ak_ref: Ref,  # [M, Rk H]
     av_ref: Ref,  # [M, Rv H]
-    bq_ref: Ref,  # [N R, D]
+    bq_ref: Ref | None,  # [N R, D]
     bk_ref: Ref,  # [M, Rk D]
     bv_ref: Ref,  # [M, Rv E]
     length_ref: Ref | None,  # [1]
@@ -121,20 +127,22 @@ def _forward_kernel(
     *,
     plan: Plan,
 ) -> None:
-    s, c = plan.s, plan.c
+    s = plan.s
     rows = Rows(plan, pl.program_id(0) if plan.row_blocks > 1 else 0)
     aq, bq = rows.load_aq(aq_ref), rows.load_bq(bq_ref)
-    length, limit = key_range(plan, length_ref)
-    start, stop = part(pl.program_id(1), c.num_splits, pl.cdiv(limit, c.block_m))
+    length, first_key, limit = key_range(rows, length_ref)
+    start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
+    scale = plan.score_scale * LOG2E
 
     def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry
-        keys, stored = Keys(rows, i, limit), Keys(rows, i, s.m)
-        scale = plan.score_scale * LOG2E
+        keys, stored = Keys(rows, i, limit, first_key), Keys(rows, i, s.m)
         bk = [load(bk_ref, *stored.features(k, s.d)) for k in range(s.rk)]
-        inner = [scale * dot(bq, x.T, pieces=3) for x in bk]
+        inner = [x.T if bq is None else scale * dot(bq, x.T, pieces=3) for x in bk]
         ak = [rows.spread(stored.load_a(ak_ref, k)) for k in range(s.rk)]
         score, _ = scores(aq, inner, ak, pieces=3)
+        if bq is None:
+            score *= scale
         score = jnp.where(keys.seen(length), score, -jnp.inf)
         new_top = jnp.maximum(top, score.max(axis=1))
         p = exp2(score - new_top[:, None])
@@ -154,9 +162,7 @@ def _forward_kernel(
     empty = total == 0
     nonzero = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
-    e = span(s.tile_e)
-    mask = rows.inside[:, None] & (e < s.e)[None, :]
-    store(out_ref, acc * (plan.value_scale / nonzero)[:, None], rows.index, e, mask)
+    store(out_ref, acc * (plan.value_scale / nonzero)[:, None], *rows.whole(s.e))
     plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
 
 
@@ -167,16 +173,30 @@ def _merge_kernel(
     total_ref: Ref,  # [1]
     *,
     splits: int,
+    block: int,
     e: int,
 ) -> None:
-    i, j = span(tile(splits)), span(tile(e))
-    lse = plgpu.load(lse_ref.at[i], mask=i < splits, other=-jnp.inf) * LOG2E
-    top = jnp.maximum(lse.max(), LOWEST)
-    weight = jnp.exp2(lse - top)
-    total = weight.sum()
+    j = span(tile(e))
+
+    def of_block(first: jax.Array | int) -> tuple[jax.Array, ...]:
+        i = first + span(block)
+        lse = plgpu.load(lse_ref.at[i], mask=i < splits, other=-jnp.inf) * LOG2E
+        top = jnp.maximum(lse.max(), LOWEST)
+        weight = jnp.exp2(lse - top)
+        out = load(out_ref, i, j, (i < splits)[:, None] & (j < e)[None, :])
+        return top, weight.sum(), (out * weight[:, None]).sum(axis=0)
+
+    def step(k: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Splits without keys change no bit."""
+        tops, totals, accs = zip(carry, of_block(k * block), strict=True)
+        top = jnp.maximum(*tops)
+        first, second = (jnp.exp2(x - top) for x in tops)
+        return top, *(x * first + y * second for x, y in (totals, accs))
+
+    top, total, acc = of_block(0)
+    if splits > block:
+        top, total, acc = lax.fori_loop(1, pl.cdiv(splits, block), step, (top, total, acc))
     empty = total == 0
     nonzero = jnp.where(empty, 1.0, total)
-    out = load(out_ref, i, j, (i < splits)[:, None] & (j < e)[None, :])
-    merged = (out * (weight / nonzero)[:, None]).sum(axis=0)
-    plgpu.store(merged_ref.at[j], merged.astype(merged_ref.dtype), mask=j < e)
+    plgpu.store(merged_ref.at[j], (acc * (1 / nonzero)).astype(merged_ref.dtype), mask=j < e)
     total_ref[0] = jnp.where(empty, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)

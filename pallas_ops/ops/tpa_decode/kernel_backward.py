@@ -7,6 +7,7 @@ daq = sum_k g_k (bq bk_k^T)^T, dbq = sum_k x_k bk_k, dbk_k = x_k^T bq (scales le
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def backward(
     aq: jax.Array,
     ak: jax.Array,
     av: jax.Array,
-    bq: jax.Array,
+    bq: jax.Array | None,
     bk: jax.Array,
     bv: jax.Array,
     lengths: jax.Array | None,
@@ -50,18 +51,20 @@ def backward(
     *,
     score_scale: float,
     value_scale: float,
+    window: int | None,
     config: TpaDecodeConfig,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of the six factors (with a rank axis); all rows of a batch in one program."""
-    s = sizes(aq, ak, av, bq, bv)
-    plan = Plan(s, config, score_scale, value_scale)
+    """Gradients of the factors (with a rank axis); all rows of a batch in one program."""
+    s = sizes(aq, ak, av, bq, bk, bv)
+    plan = Plan(s, config, score_scale, value_scale, window)
     keyed = (flat(ak, 2), flat(av, 2), flat(bk, 2), flat(bv, 2))
-    queries = (flat(aq, 3), flat(bq, 3), None if lengths is None else lengths[:, None])
+    of_queries = [x for x in (aq, bq) if x is not None]
+    queries = (flat(aq, 3), None if bq is None else flat(bq, 3))
     results = (flat(out, 3), flat(dout, 3), lse.reshape(s.b, -1), dlse.reshape(s.b, -1))
-    operands = (*queries, *keyed, *results)
+    operands = (*queries, None if lengths is None else lengths[:, None], *keyed, *results)
     splits = config.num_splits
-    partials = [(s.b, splits, s.n * s.h, s.r), (s.b, splits, s.n * s.r, s.d)]
-    daq, dbq, *dkeyed = launch(
+    partials = [(s.b, splits, *flat(x, 3).shape[1:]) for x in of_queries]
+    grads = launch(
         partial(_backward_kernel, plan=plan),
         *operands,
         name="tpa_decode_backward",
@@ -78,15 +81,17 @@ def backward(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    daq, dbq = (x.sum(axis=1).astype(aq.dtype) for x in (daq, dbq))
-    dak, dav, dbk, dbv = dkeyed
-    grads = zip((daq, dak, dav, dbq, dbk, dbv), (aq, ak, av, bq, bk, bv), strict=True)
-    return tuple(g.reshape(x.shape) for g, x in grads)
+    dkeyed = [g.reshape(x.shape) for g, x in zip(grads[-4:], (ak, av, bk, bv), strict=True)]
+    daq, *dbq = (
+        g.sum(axis=1).astype(x.dtype).reshape(x.shape)
+        for g, x in zip(grads[:-4], of_queries, strict=True)
+    )
+    return daq, *dkeyed[:2], *dbq, *dkeyed[2:]
 
 
 def _backward_kernel(
-    aq_ref: Ref,  # [N H, R]
-    bq_ref: Ref,  # [N R, D]
+    aq_ref: Ref,  # [N H, R], or [N H, D] without bq
+    bq_ref: Ref | None,  # [N R, D]
     length_ref: Ref | None,  # [1]
     ak_ref: Ref,  # [M, Rk H], as av_ref, dak_ref, dav_ref
     av_ref: Ref,
@@ -96,34 +101,27 @@ def _backward_kernel(
     dout_ref: Ref,
     lse_ref: Ref,  # [N H], as dlse_ref
     dlse_ref: Ref,
-    daq_ref: Ref,  # [N H, R], this split's part
-    dbq_ref: Ref,  # [N R, D], this split's part
-    dak_ref: Ref,
-    dav_ref: Ref,
-    dbk_ref: Ref,
-    dbv_ref: Ref,
-    *,
+    daq_ref: Ref,  # as aq_ref, this split's part
+    *others: Ref,  # dbq_ref, this split's part, if there is bq_ref, and those of the keys
     plan: Plan,
 ) -> None:
+    *dbq_ref, dak_ref, dav_ref, dbk_ref, dbv_ref = others
     s, c, exact = plan.s, plan.c, partial(dot, pieces=plan.pieces)
     rows = Rows(plan, 0)
     aq, bq = rows.load_aq(aq_ref), rows.load_bq(bq_ref)
-    e = span(s.tile_e)
-    row_mask = rows.inside[:, None] & (e < s.e)[None, :]
-    dout = load(dout_ref, rows.index, e, row_mask)
-    out = load(out_ref, rows.index, e, row_mask)
+    dout, out = (load(x, *rows.whole(s.e)) for x in (dout_ref, out_ref))
     lse, dlse = (
         plgpu.load(x.at[rows.index], mask=rows.inside, other=0.0) for x in (lse_ref, dlse_ref)
     )
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=1) - dlse
-    length, limit = key_range(plan, length_ref)
+    length, first_key, limit = key_range(rows, length_ref)
     start, stop = part(pl.program_id(0), c.num_splits, pl.cdiv(s.m, c.block_m))
 
-    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         daq, dbq = carry
-        keys, stored = Keys(rows, i, limit), Keys(rows, i, s.m)
+        keys, stored = Keys(rows, i, limit, first_key), Keys(rows, i, s.m)
         bk = [load(bk_ref, *keys.features(k, s.d)) for k in range(s.rk)]
-        inner = [exact(bq, x.T) for x in bk]
+        inner = [x.T if bq is None else exact(bq, x.T) for x in bk]
         ak = [rows.spread(keys.load_a(ak_ref, k)) for k in range(s.rk)]
         score, u = scores(aq, inner, ak, pieces=plan.pieces)
         p = exp2((score * plan.score_scale - lse[:, None]) * LOG2E)
@@ -140,17 +138,21 @@ def _backward_kernel(
             store(dak_ref, rows.gather(ds * u[k]), *stored.heads(k))
             g = ds * ak[k]
             x = exact(aq.T, g)
-            store(dbk_ref, exact(x.T, bq), *stored.features(k, s.d))
+            dbk = x.T if bq is None else exact(x.T, bq)
+            store(dbk_ref, dbk, *stored.features(k, s.d))
             daq = exact(g, inner[k].T, daq)
-            dbq = exact(x, bk[k], dbq)
+            if bq is not None:
+                dbq = exact(x, bk[k], dbq)
         return daq, dbq
 
     daq = jnp.zeros(aq.shape, jnp.float32)
-    dbq = jnp.zeros(bq.shape, jnp.float32)
+    dbq = None if bq is None else jnp.zeros(bq.shape, jnp.float32)
     daq, dbq = lax.fori_loop(start, stop, step, (daq, dbq))
+    if dbq is None:
+        store(daq_ref, daq, *rows.whole(s.d))
+        return
     daq = jnp.where(rows.own, daq, 0.0).reshape(-1, c.block_n, s.tile_r).sum(axis=1)
-    r = span(s.tile_r)
-    store(daq_ref, daq, rows.index, r, rows.inside[:, None] & (r < s.r)[None, :])
+    store(daq_ref, daq, *rows.whole(s.r))
     d = span(s.tile_d)
     mask = rows.rank_inside[:, None] & (d < s.d)[None, :]
-    store(dbq_ref, dbq, rows.rank_query * s.r + rows.rank, d, mask)
+    store(dbq_ref[0], dbq, rows.rank_query * s.r + rows.rank, d, mask)

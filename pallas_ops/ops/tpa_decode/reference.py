@@ -1,5 +1,6 @@
 """What tpa_decode means, in jax.numpy."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
 
+from pallas_ops.core import vary
 from pallas_ops.core.dtypes import wide
 
 Scale = float | jax.Array
@@ -26,7 +28,7 @@ def with_ranks(*factors: jax.Array) -> tuple[jax.Array, ...]:
 
 def scales(
     d: int,
-    r: int,
+    r: int | None,
     rk: int,
     rv: int,
     scale: Scale | None = None,
@@ -34,9 +36,12 @@ def scales(
     scale_k: Scale | None = None,
     scale_v: Scale | None = None,
 ) -> tuple[Scale, Scale]:
-    """scale * scale_q * scale_k, and scale_v; by default D**-0.5 / (R Rk), and 1 / Rv."""
+    """scale * scale_q * scale_k, and scale_v; by default D**-0.5 / (R Rk), and 1 / Rv.
+
+    A query without factors has no R, and counts as it is.
+    """
     scale = _size(d) ** -0.5 if scale is None else scale
-    scale_q = 1 / _size(r) if scale_q is None else scale_q
+    scale_q = (1.0 if r is None else 1 / _size(r)) if scale_q is None else scale_q
     scale_k = 1 / _size(rk) if scale_k is None else scale_k
     scale_v = 1 / _size(rv) if scale_v is None else scale_v
     return scale * scale_q * scale_k, scale_v
@@ -48,56 +53,77 @@ def _size(x: Any) -> Any:
 
 
 def local_lengths(
-    lengths: jax.Array | None, n: int, m: int, axis_name: str | None
+    lengths: jax.Array | None, m: int, axis_name: str | None, *, needed: bool
 ) -> jax.Array | None:
-    """Lengths counted from the start of this shard's part of the cache (may be < 0 or > M)."""
+    """Lengths counted from the start of this shard's part of the cache (may be > M).
+
+    None where all keys exist, unless they are `needed`.
+    """
     if axis_name is None:
-        return lengths if lengths is None or n == 1 else jnp.minimum(lengths, m)
+        return jnp.minimum(lengths, m) if needed and lengths is not None else lengths
     total = m * lax.axis_size(axis_name)
     start = m * lax.axis_index(axis_name)
     if lengths is not None:
-        return jnp.minimum(lengths, total) - start
-    return None if n == 1 else total - start
+        return jnp.maximum(jnp.minimum(lengths, total) - start, 0)
+    return total - start if needed else None
 
 
-def visible(lengths: jax.Array | None, n: int, m: int) -> jax.Array | None:
-    """Which keys a query sees, broadcastable to [B, N, 1, M]; None for all of them."""
-    if lengths is None and n == 1:
+def by_query(lengths: jax.Array | None, n: int, m: int, window: int | None) -> jax.Array | None:
+    """Which keys each query sees, [B or 1, N, M]; None for all of them."""
+    if lengths is None and n == 1 and window is None:
         return None
-    lengths = jnp.asarray(m if lengths is None else lengths, jnp.int32)
-    last = lengths.reshape(-1, 1) - (n - 1 - jnp.arange(n, dtype=jnp.int32))[None]
-    return jnp.arange(m, dtype=jnp.int32)[None, None, None] < last[:, :, None, None]
+    lengths = jnp.asarray(m if lengths is None else lengths, jnp.int32).reshape(-1, 1)
+    stop = lengths - (n - 1 - jnp.arange(n, dtype=jnp.int32))[None]
+    return _between(None if window is None else stop - window, stop, m)
 
 
-def existing(lengths: jax.Array | None, *factors: jax.Array) -> tuple[jax.Array, ...]:
-    """Factors [B, M, rank, x], zero where no key exists, for there they may hold NaN."""
-    if lengths is None:
+def by_any(lengths: jax.Array | None, n: int, m: int, window: int | None) -> jax.Array | None:
+    """Which keys some query sees, [B or 1, M]; None for all of them."""
+    if lengths is None and window is None:
+        return None
+    stop = jnp.asarray(m if lengths is None else lengths, jnp.int32).reshape(-1)
+    return _between(None if window is None else stop - (n - 1) - window, stop, m)
+
+
+def _between(first: jax.Array | None, stop: jax.Array, m: int) -> jax.Array:
+    """Which of M keys are from `first` to before `stop`; a new last axis."""
+    key = jnp.arange(m, dtype=jnp.int32).reshape(*(1,) * stop.ndim, m)
+    seen = key < stop[..., None]
+    return seen if first is None else seen & (key >= first[..., None])
+
+
+def existing(seen: jax.Array | None, *factors: jax.Array) -> tuple[jax.Array, ...]:
+    """Factors [B, M, rank, x], zero where nobody sees a key, for there they may hold NaN."""
+    if seen is None:
         return factors
-    key = jnp.arange(factors[0].shape[1], dtype=jnp.int32)[None, :, None, None]
-    exists = key < lengths.reshape(-1, 1, 1, 1)
-    return tuple(jnp.where(exists, x, jnp.zeros_like(x)) for x in factors)
+    return tuple(jnp.where(seen[:, :, None, None], x, jnp.zeros_like(x)) for x in factors)
 
 
 def attend(
     aq: jax.Array,
     ak: jax.Array,
     av: jax.Array,
-    bq: jax.Array,
+    bq: jax.Array | None,
     bk: jax.Array,
     bv: jax.Array,
     lengths: jax.Array | None,
     *,
     score_scale: float,
     value_scale: float,
+    window: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp in float32; ak, av, bk, bv have a rank axis."""
-    ak, av, bk, bv = existing(lengths, ak, av, bk, bv)
-    seen = visible(lengths, aq.shape[1], ak.shape[1])
-    inner = _einsum("bnrd,bmkd->bnrkm", bq, bk)
-    score = _einsum("bnhr,bnrkm->bnhkm", aq, inner)
+    n, m = aq.shape[1], ak.shape[1]
+    ak, av, bk, bv = existing(by_any(lengths, n, m, window), ak, av, bk, bv)
+    seen = by_query(lengths, n, m, window)
+    if bq is None:
+        score = _einsum("bnhd,bmkd->bnhkm", aq, bk)
+    else:
+        inner = _einsum("bnrd,bmkd->bnrkm", bq, bk)
+        score = _einsum("bnhr,bnrkm->bnhkm", aq, inner)
     score = score_scale * _einsum("bnhkm,bmkh->bnhm", score, ak)
     if seen is not None:
-        score = jnp.where(seen, score, -jnp.inf)
+        score = jnp.where(seen[:, :, None], score, -jnp.inf)
     p, lse = softmax(score)
     weight = value_scale * _einsum("bnhm,bmkh->bnhkm", p, av)
     return _einsum("bnhkm,bmke->bnhe", weight, bv), lse
@@ -115,36 +141,54 @@ def softmax(score: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def merge_shards(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Merges attention over disjoint sets of keys, one a device of `axis_name`."""
-    top = lax.pmax(stop_gradient(lse), axis_name)
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weight = jnp.exp(lse - top)
-    total = lax.psum(weight, axis_name)
-    nonzero = jnp.where(total == 0, 1, total)
-    merged = lax.psum(out * weight[..., None], axis_name) / nonzero[..., None]
-    return merged, jnp.where(total == 0, -jnp.inf, jnp.log(nonzero) + top)
+    """Merges attention over disjoint sets of keys, one a device of `axis_name`.
+
+    One exchange: every device gets all partial results, and adds them up in one order.
+    """
+    # Where replication is checked, all devices' results count as one again.
+    checked = axis_name in vary.axes(lax.axis_index(axis_name))
+    packed = jnp.concatenate([out, lse[..., None].astype(out.dtype)], axis=-1)
+    parts = lax.all_gather(packed, axis_name, to="invarying" if checked else "varying")
+    return merge(parts[..., :-1], parts[..., -1])
+
+
+def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Merges attention over disjoint sets of keys, along the first axis."""
+    weight, total = softmax(jnp.moveaxis(lse, 0, -1))
+    return (out * jnp.moveaxis(weight, -1, 0)[..., None]).sum(axis=0), total
+
+
+def by_row(run: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    """`run` on one row of the batch at a time: what XLA makes of it does not know the batch."""
+
+    def one(row: Any) -> Any:
+        return jax.tree.map(lambda y: y[0], run(*jax.tree.map(lambda x: x[None], row)))
+
+    return lax.map(one, operands)
 
 
 def attend_naive(
     aq: jax.Array,
     ak: jax.Array,
     av: jax.Array,
-    bq: jax.Array,
+    bq: jax.Array | None,
     bk: jax.Array,
     bv: jax.Array,
     lengths: jax.Array | None,
     *,
     score_scale: float,
     value_scale: float,
+    window: int | None,
 ) -> jax.Array:
     """The output of `attend`, by materialising q, k and v in their factors' dtypes."""
-    ak, av, bk, bv = existing(lengths, ak, av, bk, bv)
-    seen = visible(lengths, aq.shape[1], ak.shape[1])
-    q = _einsum("bnhr,bnrd->bnhd", aq, bq).astype(aq.dtype)
+    n, m = aq.shape[1], ak.shape[1]
+    ak, av, bk, bv = existing(by_any(lengths, n, m, window), ak, av, bk, bv)
+    seen = by_query(lengths, n, m, window)
+    q = aq if bq is None else _einsum("bnhr,bnrd->bnhd", aq, bq).astype(aq.dtype)
     k = _einsum("bmkh,bmkd->bmhd", ak, bk).astype(ak.dtype)
     v = _einsum("bmkh,bmke->bmhe", av, bv).astype(av.dtype)
     score = score_scale * _einsum("bnhd,bmhd->bnhm", q, k)
     if seen is not None:
-        score = jnp.where(seen, score, -jnp.inf)
+        score = jnp.where(seen[:, :, None], score, -jnp.inf)
     p, _ = softmax(score)
     return value_scale * _einsum("bnhm,bmhe->bnhe", p, v)

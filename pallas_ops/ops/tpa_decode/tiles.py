@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, span, split_evenly
-from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, tile
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, split_size, tile
 from pallas_ops.ops.tpa_decode.matmul import dot
 
 
@@ -25,6 +25,8 @@ class Plan:
     c: TpaDecodeConfig
     score_scale: float
     value_scale: float
+    window: int | None = None
+    batch_invariant: bool = False
 
     @property
     def tile_h(self) -> int:
@@ -44,14 +46,29 @@ class Plan:
         return self.head_blocks * pl.cdiv(self.s.n, self.c.block_n)
 
 
-def sizes(aq: jax.Array, ak: jax.Array, av: jax.Array, bq: jax.Array, bv: jax.Array) -> Sizes:
+def sizes(
+    aq: jax.Array,
+    ak: jax.Array,
+    av: jax.Array,
+    bq: jax.Array | None,
+    bk: jax.Array,
+    bv: jax.Array,
+) -> Sizes:
     b, n, h, r = aq.shape
     _, m, rk, _ = ak.shape
-    d, e, rv = bq.shape[-1], bv.shape[-1], av.shape[2]
-    wide_queries = aq.dtype != ak.dtype
-    dtype = ak.dtype.name
     return Sizes(
-        b=b, n=n, m=m, h=h, r=r, d=d, e=e, rk=rk, rv=rv, dtype=dtype, wide_queries=wide_queries
+        b=b,
+        n=n,
+        m=m,
+        h=h,
+        r=r,
+        d=bk.shape[-1],
+        e=bv.shape[-1],
+        rk=rk,
+        rv=av.shape[2],
+        dtype=ak.dtype.name,
+        wide_queries=aq.dtype != ak.dtype,
+        has_bq=bq is not None,
     )
 
 
@@ -87,6 +104,7 @@ class Rows:
     def __init__(self, plan: Plan, block: jax.Array | int) -> None:
         s, c = plan.s, plan.c
         first_n = block // plan.head_blocks * c.block_n
+        self.first_n = first_n if s.n > c.block_n else 0
         first_h = block % plan.head_blocks * c.block_h
         self.plan = plan
         self.column = span(plan.tile_h)
@@ -103,12 +121,21 @@ class Rows:
         self.own = self.query[:, None] == self.rank_query[None, :]
         self.own &= self.inside[:, None] & self.rank_inside[None, :]
 
+    def whole(self, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Where an array [N H, size] has this program's rows."""
+        column = span(tile(size))
+        return self.index, column, self.inside[:, None] & (column < size)[None, :]
+
     def load_aq(self, ref: Ref) -> jax.Array:
-        """[rows, queries x ranks]"""
+        """[rows, queries x ranks]; without bq [rows, D]"""
+        if not self.plan.s.has_bq:
+            return load(ref, *self.whole(self.plan.s.d))
         return load(ref, self.index, self.rank, self.own)
 
-    def load_bq(self, ref: Ref) -> jax.Array:
+    def load_bq(self, ref: Ref | None) -> jax.Array | None:
         """[queries x ranks, D]"""
+        if ref is None:
+            return None
         d = span(self.plan.s.tile_d)
         mask = self.rank_inside[:, None] & (d < self.plan.s.d)[None, :]
         return load(ref, self.rank_query * self.plan.s.r + self.rank, d, mask)
@@ -127,15 +154,19 @@ class Rows:
 
 
 class Keys:
-    """One step's keys, `limit` the first that does not exist."""
+    """One step's keys, of which those from `first` to before `stop` count."""
 
-    def __init__(self, rows: Rows, step: jax.Array, limit: jax.Array | int) -> None:
+    def __init__(
+        self, rows: Rows, step: jax.Array, stop: jax.Array | int, first: jax.Array | int = 0
+    ) -> None:
         block_m = rows.plan.c.block_m
         self.rows = rows
         self.index = step * block_m + span(block_m)
-        self.inside = self.index < limit
-        if isinstance(limit, int) and limit % block_m == 0:  # the compiler cannot tell
+        self.inside = self.index < stop
+        if isinstance(stop, int) and stop % block_m == 0:  # the compiler cannot tell
             self.inside = jnp.full(self.index.shape, True)
+        if not isinstance(first, int) or first > 0:
+            self.inside &= self.index >= first
 
     def heads(self, rank: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Where rank `rank` of ak or av [M, ranks x H] has this program's heads."""
@@ -152,20 +183,44 @@ class Keys:
         return load(ref, *self.heads(rank)).astype(jnp.float32)
 
     def seen(self, length: jax.Array | int) -> jax.Array:
-        """[rows, keys]: the causal tail, query n of N sees keys m < length - (N - 1 - n)"""
-        s = self.rows.plan.s
+        """[rows, keys]: query n of N sees the last `window` keys m < length - (N - 1 - n)."""
+        s, window = self.rows.plan.s, self.rows.plan.window
         if s.n == 1:
             return self.inside[None, :]
-        last = jnp.minimum(length - (s.n - 1) + self.rows.query, s.m)
-        return self.index[None, :] < last[:, None]
+        last = (length - (s.n - 1) + self.rows.query)[:, None]
+        seen = self.index[None, :] < jnp.minimum(last, s.m)
+        return seen if window is None else seen & (self.index[None, :] >= last - window)
 
 
-def key_range(plan: Plan, length_ref: Ref | None) -> tuple[jax.Array | int, jax.Array | int]:
-    """The cache's length as given, and the first key that does not exist."""
-    if length_ref is None:
-        return plan.s.m, plan.s.m
-    length = length_ref[0]
-    return length, jnp.clip(length, 0, plan.s.m)
+def key_range(
+    rows: Rows, length_ref: Ref | None
+) -> tuple[jax.Array | int, jax.Array | int, jax.Array | int]:
+    """The cache's length as given; of what the rows see, the first key and one past the last."""
+    s, c, window = rows.plan.s, rows.plan.c, rows.plan.window
+    length = s.m if length_ref is None else length_ref[0]
+    stop = length
+    if s.n > c.block_n:  # what the last query of these sees
+        stop = jnp.minimum(length, length - (s.n - 1) + rows.first_n + c.block_n - 1)
+    if not isinstance(stop, int):
+        stop = jnp.clip(stop, 0, s.m)
+    if window is None:
+        return length, 0, stop
+    first = length - (s.n - 1) + rows.first_n - window
+    return length, max(first, 0) if isinstance(first, int) else jnp.maximum(first, 0), stop
+
+
+def blocks_of_split(
+    plan: Plan, split: jax.Array, first: jax.Array | int, stop: jax.Array | int
+) -> tuple[Any, Any]:
+    """The blocks of keys of one split: the first, and one past the last."""
+    c, begin, end = plan.c, first // plan.c.block_m, pl.cdiv(stop, plan.c.block_m)
+    if plan.batch_invariant:
+        blocks = split_size(plan.s.m) // c.block_m
+        return jnp.maximum(begin, split * blocks), jnp.minimum(end, (split + 1) * blocks)
+    if plan.window is None:
+        return part(split, c.num_splits, end)
+    start, stop = part(split, c.num_splits, jnp.maximum(end - begin, 0))
+    return begin + start, begin + stop
 
 
 def part(i: jax.Array, parts: int, blocks: jax.Array | int) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ them. The backward pass recomputes the probabilities from lse, one tile at a tim
 """
 
 import dataclasses
+import functools
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import call, reshard_like
 from pallas_ops.ops.tpa_decode import kernel, kernel_backward
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose_backward
-from pallas_ops.ops.tpa_decode.reference import attend, attend_naive
+from pallas_ops.ops.tpa_decode.reference import attend, attend_naive, by_row
 from pallas_ops.ops.tpa_decode.tiles import sizes
 
 RESIDUALS = "pallas_ops.tpa_decode"
@@ -31,60 +32,64 @@ class Params:
 
     score_scale: float
     value_scale: float
+    window: int | None
+    batch_invariant: bool
     implementation: Implementation | None
     config: TpaDecodeConfig | None
+
+    @property
+    def static(self) -> dict[str, Any]:
+        """Those of forward and backward passes."""
+        names = ("score_scale", "value_scale", "window", "batch_invariant")
+        return {name: getattr(self, name) for name in names}
 
 
 def reference(
     p: Params, out_dtype: str, *operands: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """`attention` in jax.numpy, differentiated by JAX."""
-    return _forward_reference(
-        *operands, score_scale=p.score_scale, value_scale=p.value_scale, out_dtype=out_dtype
-    )
+    return _forward_reference(*operands, **p.static, out_dtype=out_dtype)
 
 
 def naive(
     p: Params, out_dtype: str, *operands: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """`reference` by materialising q, k and v, without the log-sum-exp."""
-    run: Any = partial(attend_naive, score_scale=p.score_scale, value_scale=p.value_scale)
+    run: Any = partial(
+        attend_naive, score_scale=p.score_scale, value_scale=p.value_scale, window=p.window
+    )
     return run(*operands).astype(out_dtype), None
 
 
 def _forward_reference(
     *operands: Any,
-    score_scale: float,
-    value_scale: float,
     out_dtype: str,
+    batch_invariant: bool,
     config: TpaDecodeConfig | None = None,
+    **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
     del config  # a launch choice
-    run = partial(attend, score_scale=score_scale, value_scale=value_scale)
-    out, lse = run(*operands)
+    run: Any = partial(attend, **static)
+    out, lse = by_row(run, operands) if batch_invariant else run(*operands)
     return out.astype(out_dtype), lse
 
 
 def _backward_reference(
-    *operands: Any, score_scale: float, value_scale: float
+    aq: jax.Array, ak: jax.Array, av: jax.Array, bq: jax.Array | None, *others: Any, **static: Any
 ) -> tuple[jax.Array, ...]:
-    *factors, lengths, _, lse, dout, dlse = operands
-    run = partial(attend, lengths=lengths, score_scale=score_scale, value_scale=value_scale)
-    pullback = jax.vjp(run, *factors)[1]
-    grads: tuple[jax.Array, ...] = pullback((dout.astype(lse.dtype), dlse))
-    return grads
+    bk, bv, lengths, _, lse, dout, dlse = others
+    del static["batch_invariant"]  # of results, not of gradients
+    run = partial(attend, lengths=lengths, **static)
+    pullback = jax.vjp(run, aq, ak, av, bq, bk, bv)[1]
+    return tuple(g for g in pullback((dout.astype(lse.dtype), dlse)) if g is not None)
 
 
-def _backward_kernel(
-    *operands: Any, score_scale: float, value_scale: float
-) -> tuple[jax.Array, ...]:
-    aq, ak, av, bq, _, bv, *_ = operands
-    config = choose_backward(sizes(aq, ak, av, bq, bv), card.current())
+def _backward_kernel(*operands: Any, **static: Any) -> tuple[jax.Array, ...]:
+    config = choose_backward(sizes(*operands[:6]), card.current())
     if config is None:
-        return _backward_reference(*operands, score_scale=score_scale, value_scale=value_scale)
-    return kernel_backward.backward(
-        *operands, score_scale=score_scale, value_scale=value_scale, config=config
-    )
+        return _backward_reference(*operands, **static)
+    del static["batch_invariant"]
+    return kernel_backward.backward(*operands, **static, config=config)
 
 
 FORWARD = Op(
@@ -96,32 +101,35 @@ FORWARD = Op(
     unsharded=UNSHARDED,
 )
 
-BACKWARD = Op(
-    name="tpa_decode_backward",
-    kernel=_backward_kernel,
-    reference=_backward_reference,
-    operands=(*FACTORS, "b", "b n h e", "b n h", "b n h e", "b n h"),
-    results=FACTORS,
-    unsharded=UNSHARDED,
-    summed=("e", "e", "e", "h e", "h e", "h"),
-    added_once=((10, "e"),),
-)
+
+@functools.cache
+def backward_op(has_bq: bool) -> Op:
+    """The gradients of those factors that there are."""
+    summed = dict(zip(FACTORS, ("e", "e", "e", "h e", "h e", "h"), strict=True))
+    if not has_bq:
+        del summed["b n r d"]
+    return Op(
+        name="tpa_decode_backward",
+        kernel=_backward_kernel,
+        reference=_backward_reference,
+        operands=(*FACTORS, "b", "b n h e", "b n h", "b n h e", "b n h"),
+        results=tuple(summed),
+        unsharded=UNSHARDED,
+        summed=tuple(summed.values()),
+        added_once=((10, "e"),),
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attention(
     p: Params, out_dtype: str, *operands: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """out [B, N, H, E] and lse [B, N, H] of six factors with a rank axis, and lengths or None."""
-    out, lse = call(
-        FORWARD,
-        *operands,
-        implementation=p.implementation,
-        score_scale=p.score_scale,
-        value_scale=p.value_scale,
-        out_dtype=out_dtype,
-        config=p.config,
-    )
+    """out [B, N, H, E] and lse [B, N, H] of six factors with a rank axis, and lengths or None.
+
+    Queries without factors have aq [B, N, H, D], and bq is None.
+    """
+    static = p.static | dict(out_dtype=out_dtype, config=p.config)
+    out, lse = call(FORWARD, *operands, implementation=p.implementation, **static)
     return out, lse
 
 
@@ -132,18 +140,20 @@ def _forward(p: Params, out_dtype: str, *operands: jax.Array | None):  # type: i
 
 def _backward(p: Params, out_dtype: str, saved, cotangents):  # type: ignore[no-untyped-def]
     operands, out, lse = saved
-    dout, dlse = cotangents
-    grads = call(
-        BACKWARD,
-        *operands,
-        out,
-        lse,
-        dout,
-        dlse,
-        implementation=p.implementation,
-        score_scale=p.score_scale,
-        value_scale=p.value_scale,
+    has_bq = operands[3] is not None
+    grads = list(
+        call(
+            backward_op(has_bq),
+            *operands,
+            out,
+            lse,
+            *cotangents,
+            implementation=p.implementation,
+            **p.static,
+        )
     )
+    if not has_bq:
+        grads.insert(3, None)  # type: ignore[arg-type]
     return *reshard_like(grads, operands), None
 
 
