@@ -45,6 +45,7 @@ class TestedOp:
     residuals: str | None  # what `jax.checkpoint` can keep, if anything is saved
     split: tuple[str, ...]  # axes that stay sharded
     unsharded: tuple[str, ...]  # axes that are gathered
+    merged: tuple[str, ...] = ()  # axes whose shards' results are merged
 
     @property
     def num_floating(self) -> int:
@@ -76,7 +77,7 @@ class TestedOp:
 
     def even_arguments(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
         """All operands, of sizes that can be split over eight devices."""
-        return self.arguments(rng, **dict.fromkeys(self.split + self.unsharded, 8))
+        return self.arguments(rng, **dict.fromkeys(self.split + self.merged + self.unsharded, 8))
 
     def structs(self, dtype: Any, **sizes: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The large operands, of other sizes where given, to compile for."""
@@ -201,7 +202,8 @@ OPS = [
         gradient_kernels=("tpa_decode_backward",),
         residuals=TPA_DECODE_RESIDUALS,
         split=("b", "h", "e"),
-        unsharded=("n", "m", "r", "d"),
+        unsharded=("n", "r", "d"),
+        merged=("m",),
     ),
     TestedOp(
         name="logcumsumexp",

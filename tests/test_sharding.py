@@ -101,6 +101,55 @@ def test_other_axes_are_gathered(rng: Rng, op: TestedOp, layout: Layout) -> None
     assert_close(got, grads[: op.num_floating], terms=TERMS)
 
 
+MERGED = [
+    (op, layout)
+    for op in OPS
+    for axis in op.merged
+    for layout in ({axis: "x"}, {op.split[0]: "y", axis: "x"}, {axis: ("y", "x")})
+]
+
+
+@pytest.mark.parametrize(("n", "kind"), [(1, AxisType.Auto), (3, AxisType.Explicit)])
+@pytest.mark.parametrize(("op", "layout"), MERGED, ids=words)
+def test_parts_of_an_axis_are_merged_in_one_exchange(
+    rng: Rng, op: TestedOp, layout: Layout, n: int, kind: AxisType
+) -> None:
+    """Of the results; with gradients, the sum of those of what all shards have."""
+    mesh = cpu_mesh(kind)
+    xs = op.arguments(rng, b=8, n=n, m=32)
+    weights = random_weights(rng, op, xs)
+    want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
+    with jax.set_mesh(mesh):
+        xs = place(mesh, xs, op.operands, layout)
+        weights = place(mesh, weights, op.results, layout)
+        out, of_results = run(compiled(op, "interpret"), *xs)
+        got, of_all = run(pullback(op, compiled(op, "interpret")), weights, xs)
+    assert of_results == {"all-gather": 1}
+    assert_close(out, want, terms=TERMS)
+    assert_sharded(got, op.operands[: op.num_floating], mesh, layout)
+    assert of_all.keys() == {"all-gather", "all-reduce"}
+    assert of_all["all-gather"] == 1
+    assert_close(got, grads[: op.num_floating], terms=TERMS)
+
+
+def test_parts_of_a_cache_without_lengths(rng: Rng) -> None:
+    """Where shards need some: several queries, a window; under vmap, and with all of the digits."""
+    op, mesh = OPS[0], cpu_mesh()
+    layout = {"m": "x"}
+    for n, window in ((1, None), (3, None), (1, 9)):
+        fn = partial(pallas_ops.tpa_decode, implementation="interpret", window=window)
+        xs = op.arguments(rng, jnp.bfloat16, n=n, m=32)[:6]
+        placed = place(mesh, xs, op.operands[:6], layout)
+        want = pallas_ops.tpa_decode(*xs, window=window)
+        out, collectives = run(fn, *placed)
+        assert collectives == {"all-gather": 1}
+        assert_close(out, want, terms=TERMS)
+        in_axes = (0, *(None,) * 5)
+        out, collectives = run(jax.vmap(fn, in_axes), jnp.stack([xs[0], 2 * xs[0]]), *placed[1:])
+        assert collectives == {"all-gather": 1}
+        assert_close(out[0], want, terms=TERMS)
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
 @every_op
 def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bool) -> None:

@@ -8,7 +8,7 @@ function serves, and exports for, every platform.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,6 +20,18 @@ from pallas_ops.core import backend, launch, vary
 
 Implementation = Literal["triton", "xla", "interpret"]
 Arrays = Sequence[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Shards:
+    """How the shards of one axis, in order over mesh axes, give the results of the whole axis.
+
+    `local` turns a call and a shard's arrays into the call that the shard runs, `merge` the results
+    of that call into those of the first one.
+    """
+
+    local: Callable[["Bound", Arrays, tuple[str, ...]], tuple["Bound", Arrays]]
+    merge: Callable[["Bound", Arrays, tuple[str, ...]], Arrays] = lambda _, results, __: results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +52,7 @@ class Op:
     unsharded: tuple[str, ...]  # axes that every device needs in full
     summed: tuple[str, ...] | None = None  # per result: axes whose shards hold partial sums
     added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): only the axis' first shard adds
+    shards: Mapping[str, Shards] = dataclasses.field(default_factory=dict)  # by axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +64,23 @@ class Bound:
     static: tuple[tuple[str, Hashable], ...]
     present: tuple[bool, ...]
     levels: tuple[tuple[bool, ...], ...] = ()
+
+    def sizes(self, xs: Arrays) -> dict[str, int]:
+        """By axis name, of the present operands."""
+        named = zip(self.axes()[0], xs, strict=True)
+        return {a: n for axes, x in named for a, n in zip(axes.split(), x.shape, strict=True)}
+
+    def replace(self, position: int, x: jax.Array | None, xs: Arrays) -> tuple["Bound", Arrays]:
+        """The call with another operand, which no level maps over if there was none."""
+        operands = self.fill(xs)
+        bound = self
+        if operands[position] is None and x is not None:
+            place = sum(self.present[:position])
+            present = (*self.present[:position], True, *self.present[position + 1 :])
+            levels = tuple((*y[:place], False, *y[place:]) for y in self.levels)
+            bound = dataclasses.replace(self, present=present, levels=levels)
+        operands[position] = x
+        return bound, [y for y in operands if y is not None]
 
     def lift(self, batched: Sequence[bool]) -> "Bound":
         """This call, vmapped once more: `batched` operands have a new leading axis."""

@@ -8,6 +8,7 @@ under jit), and the dispatch primitive.
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,7 +67,7 @@ def _vmapped(bound: Bound) -> Callable[..., Any]:
     @custom_vmap
     def run(*xs: jax.Array) -> Any:
         if any(map(_is_explicit, xs)):
-            return _explicit(bound, partitioned, xs)
+            return _explicit(bound, xs)
         return partitioned(*xs)
 
     @run.def_vmap
@@ -81,9 +82,6 @@ def _partitioned(bound: Bound) -> Callable[..., Any]:
     ins, outs = bound.axes()
     names = dict.fromkeys(name for axes in ins for name in axes.split())  # in order: Shardy asks
 
-    def run(*xs: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(dispatch.dispatch_p.bind(*xs, bound=bound))
-
     def split_of(mesh: Mesh, operands: Any) -> dict[str, Axes]:
         return _split(bound, [_named(x.sharding, mesh, x.ndim) for x in operands], ins)
 
@@ -92,13 +90,17 @@ def _partitioned(bound: Bound) -> Callable[..., Any]:
 
     def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
         split = split_of(mesh, operands)
-        per_device = _per_device(bound, split, run)
-        return mesh, per_device, shardings(mesh, split, outs), shardings(mesh, split, ins)
+        return (
+            mesh,
+            _per_device(bound, split),
+            shardings(mesh, split, outs),
+            shardings(mesh, split, ins),
+        )
 
     def infer(mesh: Mesh, operands: Any, _: Any) -> Any:
         return shardings(mesh, split_of(mesh, operands), outs)
 
-    wrapped = custom_partitioning(run)
+    wrapped = custom_partitioning(partial(_bind, bound))
     wrapped.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,  # asked by GSPMD alone, Shardy's predecessor
@@ -135,7 +137,7 @@ def _entry(starts: np.ndarray, mesh: Mesh) -> Axes | None:
     return tuple(name for _, name in sorted(split, reverse=True))
 
 
-def _explicit(bound: Bound, run: Callable[..., Any], xs: Arrays) -> tuple[jax.Array, ...]:
+def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
     """The call on arrays whose types say how they are sharded (over explicit mesh axes)."""
     ins, outs = bound.axes()
     shardings = [jax.typeof(x).sharding for x in xs]
@@ -144,7 +146,7 @@ def _explicit(bound: Bound, run: Callable[..., Any], xs: Arrays) -> tuple[jax.Ar
     if others:
         raise ValueError(f"operands are sharded over the meshes {[mesh, *others]}; accepted: one")
     mapped: Callable[..., tuple[jax.Array, ...]] = jax.shard_map(
-        _per_device(bound, split, run),
+        _per_device(bound, split),
         mesh=mesh,
         in_specs=tuple(_spec(split, axes) for axes in ins),
         out_specs=tuple(_spec(split, axes) for axes in outs),
@@ -198,11 +200,20 @@ def gathered(x: jax.Array, axis: int) -> jax.Array:
     return whole
 
 
-def _per_device(
-    bound: Bound, split: Mapping[str, Axes], run: Callable[..., Any]
-) -> Callable[..., tuple[jax.Array, ...]]:
-    def per_device(*xs: jax.Array) -> tuple[jax.Array, ...]:
-        return _sum_shards(bound, split, run(*_add_once(bound, split, xs)))
+def _bind(bound: Bound, *xs: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(dispatch.dispatch_p.bind(*xs, bound=bound))
+
+
+def _per_device(bound: Bound, split: Mapping[str, Axes]) -> Callable[..., tuple[jax.Array, ...]]:
+    def per_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        local, xs = bound, _add_once(bound, split, arrays)
+        parts = [(x, split[a]) for a, x in bound.op.shards.items() if a in split]
+        for shards, mesh_axes in parts:
+            local, xs = shards.local(local, xs, mesh_axes)
+        results: Arrays = _bind(local, *xs)
+        for shards, mesh_axes in parts:
+            results = shards.merge(bound, results, mesh_axes)
+        return _sum_shards(bound, split, results)
 
     return per_device
 

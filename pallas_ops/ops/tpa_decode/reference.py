@@ -12,6 +12,7 @@ from pallas_ops.core import vary
 from pallas_ops.core.dtypes import wide
 
 Scale = float | jax.Array
+AxisName = str | tuple[str, ...]  # of a mesh
 
 
 def _einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -53,7 +54,7 @@ def _size(x: Any) -> Any:
 
 
 def local_lengths(
-    lengths: jax.Array | None, m: int, axis_name: str | None, *, needed: bool
+    lengths: jax.Array | None, m: int, axis_name: AxisName | None, *, needed: bool
 ) -> jax.Array | None:
     """Lengths counted from the start of this shard's part of the cache (may be > M).
 
@@ -140,13 +141,15 @@ def softmax(score: jax.Array) -> tuple[jax.Array, jax.Array]:
     return p / nonzero[..., None], lse
 
 
-def merge_shards(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
+def merge_shards(
+    out: jax.Array, lse: jax.Array, axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
     """Merges attention over disjoint sets of keys, one a device of `axis_name`.
 
     One exchange: every device gets all partial results, and adds them up in one order.
     """
     # Where replication is checked, all devices' results count as one again.
-    checked = axis_name in vary.axes(lax.axis_index(axis_name))
+    checked = bool(vary.axes(lax.axis_index(axis_name)))
     packed = jnp.concatenate([out, lse[..., None].astype(out.dtype)], axis=-1)
     parts = lax.all_gather(packed, axis_name, to="invarying" if checked else "varying")
     return merge(parts[..., :-1], parts[..., -1])

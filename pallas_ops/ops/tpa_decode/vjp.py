@@ -10,20 +10,28 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_ops.core import card
-from pallas_ops.core.dispatch import Implementation, Op
+from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op, Shards
 from pallas_ops.core.partition import call, reshard_like
 from pallas_ops.ops.tpa_decode import kernel, kernel_backward
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose_backward
-from pallas_ops.ops.tpa_decode.reference import attend, attend_naive, by_row
+from pallas_ops.ops.tpa_decode.reference import (
+    attend,
+    attend_naive,
+    by_row,
+    local_lengths,
+    merge_shards,
+)
 from pallas_ops.ops.tpa_decode.tiles import sizes
 
 RESIDUALS = "pallas_ops.tpa_decode"
 
 FACTORS = ("b n h r", "b m k h", "b m v h", "b n r d", "b m k d", "b m v e")
-UNSHARDED = ("n", "m", "r", "k", "v", "d")
+UNSHARDED = ("n", "r", "k", "v", "d")
+LENGTHS = 6  # its place among the operands
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +100,28 @@ def _backward_kernel(*operands: Any, **static: Any) -> tuple[jax.Array, ...]:
     return kernel_backward.backward(*operands, **static, config=config)
 
 
+def _of_shard(bound: Bound, xs: Arrays, mesh_axes: tuple[str, ...]) -> tuple[Bound, Arrays]:
+    """The call on one shard's keys: lengths count from its first key, results have float32."""
+    sizes, static = bound.sizes(xs), dict(bound.static)
+    needed = sizes["n"] != 1 or static["window"] is not None
+    lengths = bound.fill(xs)[LENGTHS]
+    lengths = local_lengths(lengths, sizes["m"], mesh_axes, needed=needed)
+    if lengths is not None and not lengths.ndim:
+        lengths = jnp.broadcast_to(lengths, (sizes["b"],))
+    bound, xs = bound.replace(LENGTHS, lengths, xs)
+    if "out_dtype" in static:
+        static["out_dtype"] = "float32"
+    return dataclasses.replace(bound, static=tuple(static.items())), xs
+
+
+def _of_shards(
+    bound: Bound, results: Arrays, mesh_axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    static: dict[str, Any] = dict(bound.static)
+    out, lse = merge_shards(results[0], results[1], mesh_axes)
+    return out.astype(static["out_dtype"]), lse
+
+
 FORWARD = Op(
     name="tpa_decode",
     kernel=kernel.forward,
@@ -99,13 +129,14 @@ FORWARD = Op(
     operands=(*FACTORS, "b"),
     results=("b n h e", "b n h"),
     unsharded=UNSHARDED,
+    shards={"m": Shards(local=_of_shard, merge=_of_shards)},
 )
 
 
 @functools.cache
 def backward_op(has_bq: bool) -> Op:
     """The gradients of those factors that there are."""
-    summed = dict(zip(FACTORS, ("e", "e", "e", "h e", "h e", "h"), strict=True))
+    summed = dict(zip(FACTORS, ("e m", "e", "e", "h e m", "h e", "h"), strict=True))
     if not has_bq:
         del summed["b n r d"]
     return Op(
@@ -117,6 +148,7 @@ def backward_op(has_bq: bool) -> Op:
         unsharded=UNSHARDED,
         summed=tuple(summed.values()),
         added_once=((10, "e"),),
+        shards={"m": Shards(local=_of_shard)},
     )
 
 
