@@ -121,6 +121,22 @@ def test_any_shape_compiles(settings: dict[str, Any]) -> None:
     assert ("tpa_decode_backward" in found) != falls_back
 
 
+@pytest.mark.parametrize("h", [22, 47])
+@pytest.mark.parametrize("options", [case(), case(window=1000), case(batch_invariant=True)])
+def test_queries_without_factors_compile(h: int, options: dict[str, Any]) -> None:
+    """Of published sizes, forward and backward, without spills."""
+    shapes = (16, 1, h, 64), *((16, 4096, 2, h),) * 2, *((16, 4096, 2, 64),) * 2
+    xs = tuple(jax.ShapeDtypeStruct(shape, BF16) for shape in shapes)
+
+    def fn(aq: Any, ak: Any, av: Any, bk: Any, bv: Any) -> jax.Array:
+        return pallas_ops.tpa_decode(aq, ak, av, None, bk, bv, **options)
+
+    out = jax.eval_shape(fn, *xs)
+    program = h200.compile_for_h200(lambda xs, do: jax.vjp(fn, *xs)[1](do), xs, out)
+    for name in ("tpa_decode", "tpa_decode_backward"):
+        assert spills(program, name) == 0
+
+
 CONFIGS = [case(block_h=32), case(block_h=8, num_stages=1), case(block_h=16, num_splits=64)]
 
 

@@ -217,10 +217,11 @@ def blocks_of_split(
     if plan.batch_invariant:
         blocks = split_size(plan.s.m) // c.block_m
         return jnp.maximum(begin, split * blocks), jnp.minimum(end, (split + 1) * blocks)
-    if plan.window is None:
-        return part(split, c.num_splits, end)
-    start, stop = part(split, c.num_splits, jnp.maximum(end - begin, 0))
-    return begin + start, begin + stop
+    count = end - begin
+    if not isinstance(count, int):  # of a window, the first block may lie behind the last
+        count = count if plan.window is None else jnp.maximum(count, 0)
+    start, stop = part(split, c.num_splits, count)
+    return (start, stop) if plan.window is None else (begin + start, begin + stop)
 
 
 def part(i: jax.Array, parts: int, blocks: jax.Array | int) -> tuple[Any, Any]:
