@@ -23,6 +23,12 @@ LIMIT = 25_000
 MEMORY = {"load", "store", "swap", "get", "masked_load", "masked_swap"}
 THETA = ((32, 128), jnp.float32)
 CACHE = ((32, 1, 32, 16), *[(32, 32768, 32)] * 2, (32, 1, 16, 128), *[(32, 32768, 128)] * 2)
+FACTORED_KEYS = ((16, 1, 47, 64), *[(16, 16384, 2, 47)] * 2, *[(16, 16384, 2, 64)] * 2)
+
+
+def full_queries(q: Any, ak: Any, av: Any, bk: Any, bv: Any, **options: Any) -> jax.Array:
+    return pallas_ops.tpa_decode(q, ak, av, None, bk, bv, **options)
+
 
 rows, columns = (partial(pallas_ops.logcumsumexp, axis=axis) for axis in (-1, 1))
 chunks = partial(pallas_ops.chunk_cumsum_decay, chunk_size=128)
@@ -40,6 +46,8 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (partial(pallas_ops.lrpe_cosine, act="softmax", axis=1), ((4, 8192, 32, 128), THETA)),
     (partial(pallas_ops.md_lrpe_cosine, shape=(64, 128)), ((4, 8192, 32, 128), THETA)),
     (pallas_ops.tpa_decode, CACHE),
+    (partial(pallas_ops.tpa_decode, window=1000, batch_invariant=True), CACHE),
+    (partial(full_queries, window=1000), FACTORED_KEYS),
 ]
 
 

@@ -112,3 +112,26 @@ def test_every_byte_moves_once(rng: np.random.Generator, moves: Moves) -> None:
         moved = 32 * counts[f"{what} sectors"] / x.size
         assert 0.95 * expected <= moved <= 1.1 * expected, f"{moved} bytes of {what}"
         assert counts[f"{what} bytes"] / counts[f"{what} requests"] >= moves.least, f"narrow {what}"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_keys_that_no_query_sees_are_not_read(rng: np.random.Generator, backward: bool) -> None:
+    """Of 4,096 keys; what each program reads of queries and cotangents is the same."""
+    cache = tuple(random_array(rng, (1, 4096, size), BF16) for size in (32, 32, 128, 128))
+    q = random_array(rng, (1, 1, 32, 128), BF16)
+
+    def run(window: int, *xs: jax.Array) -> Any:
+        def fn(ak: jax.Array, av: jax.Array, bk: jax.Array, bv: jax.Array) -> jax.Array:
+            options: Any = dict(window=window, implementation=KERNEL)
+            return pallas_ops.tpa_decode(q, ak, av, None, bk, bv, **options)
+
+        out, pull = jax.vjp(fn, *xs)
+        return pull(out) if backward else out
+
+    loaded = []
+    for window in (256, 512):
+        with emulate.traffic() as traffic:
+            jax.block_until_ready(jax.jit(partial(run, window))(*cache))
+        counts = traffic["pallas_ops_tpa_decode" + "_backward" * backward]
+        loaded.append(counts["loads bytes"])
+    assert loaded[1] - loaded[0] == 256 * 640

@@ -70,10 +70,11 @@ class Bound:
         named = zip(self.axes()[0], xs, strict=True)
         return {a: n for axes, x in named for a, n in zip(axes.split(), x.shape, strict=True)}
 
-    def replace(self, position: int, x: jax.Array | None, xs: Arrays) -> tuple["Bound", Arrays]:
-        """The call with another operand, which no level maps over if there was none."""
-        operands = self.fill(xs)
-        bound = self
+    def with_operand(
+        self, position: int, x: jax.Array | None, xs: Arrays
+    ) -> tuple["Bound", Arrays]:
+        """The call and its arrays with `x` at a place; where none was, no level maps over it."""
+        bound, operands = self, self.fill(xs)
         if operands[position] is None and x is not None:
             place = sum(self.present[:position])
             present = (*self.present[:position], True, *self.present[position + 1 :])

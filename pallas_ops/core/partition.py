@@ -90,12 +90,8 @@ def _partitioned(bound: Bound) -> Callable[..., Any]:
 
     def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
         split = split_of(mesh, operands)
-        return (
-            mesh,
-            _per_device(bound, split),
-            shardings(mesh, split, outs),
-            shardings(mesh, split, ins),
-        )
+        results, arguments = (shardings(mesh, split, axes) for axes in (outs, ins))
+        return mesh, _per_device(bound, split), results, arguments
 
     def infer(mesh: Mesh, operands: Any, _: Any) -> Any:
         return shardings(mesh, split_of(mesh, operands), outs)

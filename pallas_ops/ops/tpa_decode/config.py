@@ -163,7 +163,7 @@ def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     c = TpaDecodeConfig(
         block_h=s.h,
         block_n=block_n,
-        block_m=32 if s.has_bq or rows <= 32 else 16,  # no spills, where that was not timed
+        block_m=32 if s.has_bq or rows <= 32 else 16,  # 32 keys spill (with bq, too)
         num_warps=4 if rows <= 64 else 8,
         num_stages=2 if s.dtype == "float32" else 3,
     )

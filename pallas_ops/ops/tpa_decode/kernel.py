@@ -81,7 +81,7 @@ def forward(
         num_stages=c.num_stages,
     )
     if splits > 1:
-        # In one order, however many splits there are, where bits matter.
+        # Blocks of one size add up in one order, however many splits the cache's size makes.
         out, lse = _merge(out, lse, out_dtype, 32 if batch_invariant else tile(splits))
     return out.reshape(s.b, s.n, s.h, s.e), lse.reshape(s.b, s.n, s.h)
 

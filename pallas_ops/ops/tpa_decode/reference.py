@@ -54,19 +54,20 @@ def _size(x: Any) -> Any:
 
 
 def local_lengths(
-    lengths: jax.Array | None, m: int, axis_name: AxisName | None, *, needed: bool
+    lengths: jax.Array | None, n: int, m: int, window: int | None, axis_name: AxisName | None
 ) -> jax.Array | None:
     """Lengths counted from the start of this shard's part of the cache (may be > M).
 
-    None where all keys exist, unless they are `needed`.
+    None where all keys exist and nothing is counted from the last one.
     """
+    from_last = n != 1 or window is not None
     if axis_name is None:
-        return jnp.minimum(lengths, m) if needed and lengths is not None else lengths
+        return jnp.minimum(lengths, m) if from_last and lengths is not None else lengths
     total = m * lax.axis_size(axis_name)
     start = m * lax.axis_index(axis_name)
     if lengths is not None:
         return jnp.maximum(jnp.minimum(lengths, total) - start, 0)
-    return total - start if needed else None
+    return total - start if from_last else None
 
 
 def by_query(lengths: jax.Array | None, n: int, m: int, window: int | None) -> jax.Array | None:

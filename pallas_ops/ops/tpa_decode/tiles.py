@@ -205,8 +205,7 @@ def key_range(
         stop = jnp.clip(stop, 0, s.m)
     if window is None:
         return length, 0, stop
-    first = length - (s.n - 1) + rows.first_n - window
-    return length, max(first, 0) if isinstance(first, int) else jnp.maximum(first, 0), stop
+    return length, _at_least_0(length - (s.n - 1) + rows.first_n - window), stop
 
 
 def blocks_of_split(
@@ -217,11 +216,15 @@ def blocks_of_split(
     if plan.batch_invariant:
         blocks = split_size(plan.s.m) // c.block_m
         return jnp.maximum(begin, split * blocks), jnp.minimum(end, (split + 1) * blocks)
-    count = end - begin
-    if not isinstance(count, int):  # of a window, the first block may lie behind the last
-        count = count if plan.window is None else jnp.maximum(count, 0)
-    start, stop = part(split, c.num_splits, count)
-    return (start, stop) if plan.window is None else (begin + start, begin + stop)
+    if plan.window is None:
+        return part(split, c.num_splits, end)
+    # A shard that the window does not reach ends before it begins.
+    start, stop = part(split, c.num_splits, _at_least_0(end - begin))
+    return begin + start, begin + stop
+
+
+def _at_least_0(x: jax.Array | int) -> jax.Array | int:
+    return max(x, 0) if isinstance(x, int) else jnp.maximum(x, 0)
 
 
 def part(i: jax.Array, parts: int, blocks: jax.Array | int) -> tuple[Any, Any]:

@@ -102,13 +102,13 @@ def _backward_kernel(*operands: Any, **static: Any) -> tuple[jax.Array, ...]:
 
 def _of_shard(bound: Bound, xs: Arrays, mesh_axes: tuple[str, ...]) -> tuple[Bound, Arrays]:
     """The call on one shard's keys: lengths count from its first key, results have float32."""
-    sizes, static = bound.sizes(xs), dict(bound.static)
-    needed = sizes["n"] != 1 or static["window"] is not None
+    size = bound.sizes(xs)
+    static: dict[str, Any] = dict(bound.static)
     lengths = bound.fill(xs)[LENGTHS]
-    lengths = local_lengths(lengths, sizes["m"], mesh_axes, needed=needed)
+    lengths = local_lengths(lengths, size["n"], size["m"], static["window"], mesh_axes)
     if lengths is not None and not lengths.ndim:
-        lengths = jnp.broadcast_to(lengths, (sizes["b"],))
-    bound, xs = bound.replace(LENGTHS, lengths, xs)
+        lengths = jnp.broadcast_to(lengths, (size["b"],))
+    bound, xs = bound.with_operand(LENGTHS, lengths, xs)
     if "out_dtype" in static:
         static["out_dtype"] = "float32"
     return dataclasses.replace(bound, static=tuple(static.items())), xs
