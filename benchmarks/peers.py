@@ -20,7 +20,7 @@ def installed(*modules: str) -> bool:
     return all(importlib.util.find_spec(module) for module in modules)
 
 
-def provider(name: str, make: Callable[..., Function], note: str) -> Provider:
+def provider(name: str, make: Callable[..., Function], note: str, **options: Any) -> Provider:
     """A column; `make(torch, **point)` gives a function of PyTorch's tensors."""
 
     def adapted(**point: Any) -> Function:
@@ -30,7 +30,7 @@ def provider(name: str, make: Callable[..., Function], note: str) -> Provider:
         torch.compiler.reset()  # it compiles a function 8 times, then runs it as it stands
         return Adapted(torch, make(torch, **point))
 
-    return Provider(name=name, make=adapted, jit=False, note=note)
+    return Provider(name=name, make=adapted, jit=False, note=note, **options)
 
 
 class Adapted:

@@ -1,76 +1,145 @@
-"""TPA decode: one query token against m cached tokens. `python -m benchmarks.tpa_decode --help`"""
+"""TPA decode: one query token against m cached tokens. `python -m benchmarks.tpa_decode --help`
 
-from collections.abc import Callable
+The seeds' shape, those of the T6 models (of tensorgi/TPA; "kv": only keys and values have factors),
+and those of FlashTPA's figures.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import command, sweep
+from benchmarks import command, peers, sweep
 from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
 from pallas_ops import TpaDecodeConfig, reference, tpa_decode
 
-HEADS, DIM, RANK = 32, 128, 16
 ROUNDED = "every product is rounded to the inputs' dtype"
 NAIVE = "q, k and v materialised, in the inputs' dtype"
 
 
-def case(dtype: Any, *, batch: int, m: int) -> Case:
-    array = partial(jax.ShapeDtypeStruct, dtype=dtype)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """The sizes of its factors, and of its tables."""
+
+    heads: int
+    dim: int = 64
+    rank: int | None = 16  # None: the query has no factors
+    ranks: int | None = None  # of keys and of values, with an axis of their own
+    batches: Sequence[int] = (1, 16)
+    sizes: Sequence[int] = (4096, 32768, 524288)
+    most: int = 2**19  # tokens of all sequences
+
+    @property
+    def title(self) -> str:
+        rank = "full" if self.rank is None else f"rank{self.rank}"
+        ranks = "" if self.ranks is None else f"-ranks{self.ranks}"
+        return f"head{self.heads}-dim{self.dim}-{rank}{ranks}"
+
+
+SEED = Model(heads=32, dim=128, batches=(8, 32), sizes=[2**k for k in range(8, 16)], most=2**20)
+T6 = partial(Model, ranks=2, sizes=(4096, 16384, 32768))
+MODELS = {
+    "seed": SEED,
+    **{f"t6-{heads}": T6(heads=heads, rank=6) for heads in (34, 47, 61, 78)},
+    **{f"t6-kv-{heads}": T6(heads=heads, rank=None) for heads in (22, 29, 37, 47)},
+    **{f"flash-{heads}": Model(heads=heads) for heads in (16, 32, 48)},
+}
+BATCHES = sorted({batch for x in MODELS.values() for batch in x.batches})
+SIZES = sorted({m for x in MODELS.values() for m in x.sizes})
+
+
+def has(*, model: str, batch: int, m: int) -> bool:
+    """Of the grid's numbers those of the model's own tables; any others."""
+    x = MODELS[model]
+    own = batch in x.batches or batch not in BATCHES, m in x.sizes or m not in SIZES
+    return all(own) and batch * m <= x.most
+
+
+def case(dtype: Any, *, model: str, batch: int, m: int) -> Case:
+    x = MODELS[model]
+    ranks = () if x.ranks is None else (x.ranks,)
+    heads, features = (batch, m, *ranks, x.heads), (batch, m, *ranks, x.dim)
+    query = [(batch, 1, x.heads, x.rank or x.dim)]
+    bq = [] if x.rank is None else [(batch, 1, x.rank, x.dim)]
     return Case(
-        title=f"tpa_decode-{{metric}}-{{mode}}-batch{batch}-head{HEADS}-dim{DIM}-rank{RANK}-{{dtype}}",
-        inputs=(
-            array((batch, 1, HEADS, RANK)),
-            array((batch, m, HEADS)),
-            array((batch, m, HEADS)),
-            array((batch, 1, RANK, DIM)),
-            array((batch, m, DIM)),
-            array((batch, m, DIM)),
+        title=f"tpa_decode-{{metric}}-{{mode}}-batch{batch}-{x.title}-{{dtype}}",
+        inputs=tuple(
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape in (*query, heads, heads, *bq, features, features)
         ),
-        reference=reference.tpa_decode,
+        reference=of_model(reference.tpa_decode, model),
     )
 
 
-def parallel_b(**_: int) -> TpaDecodeConfig:
-    return TpaDecodeConfig(block_h=HEADS, block_m=64)
+def of_model(call: Function, model: str) -> Function:
+    """A function of the model's factors: where there is no bq, of five."""
+    if MODELS[model].rank is not None:
+        return call
+    return lambda aq, ak, av, bk, bv: call(aq, ak, av, None, bk, bv)
 
 
-def parallel_bh(**_: int) -> TpaDecodeConfig:
+def parallel_b(*, model: str, **_: Any) -> TpaDecodeConfig:
+    return TpaDecodeConfig(block_h=MODELS[model].heads, block_m=64)
+
+
+def parallel_bh(**_: Any) -> TpaDecodeConfig:
     return TpaDecodeConfig(block_h=1, block_m=64)
 
 
-def parallel_bn(*, m: int, **_: int) -> TpaDecodeConfig:
-    return TpaDecodeConfig(block_h=HEADS, block_m=64, num_splits=max(2, m // 512))
+def parallel_bn(*, model: str, m: int, **_: Any) -> TpaDecodeConfig:
+    return TpaDecodeConfig(block_h=MODELS[model].heads, block_m=64, num_splits=max(2, m // 512))
 
 
 def kernel(name: str, config: Callable[..., TpaDecodeConfig | None], note: str) -> Provider:
-    def make(**point: int) -> Function:
-        return partial(tpa_decode, implementation=implementation(), config=config(**point))
+    def make(**point: Any) -> Function:
+        call = partial(tpa_decode, implementation=implementation(), config=config(**point))
+        return of_model(call, point["model"])
 
     return Provider(name=name, make=make, kernel=True, note=note)
 
 
 def function(name: str, call: Function, note: str, **options: Any) -> Provider:
-    return Provider(name=name, make=lambda **_: call, note=note, **options)
+    def make(*, model: str, **_: Any) -> Function:
+        return of_model(call, model)
+
+    return Provider(name=name, make=make, note=note, **options)
 
 
-def einsum(
-    aq: jax.Array, ak: jax.Array, av: jax.Array, bq: jax.Array, bk: jax.Array, bv: jax.Array
-) -> jax.Array:
+def einsum(aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any) -> jax.Array:
     """What one would write down first: every product in the dtype of the inputs."""
-    q = jnp.einsum("bnhr,bnrd->bnhd", aq, bq)
-    score = jnp.einsum("bnhd,bmd,bmh->bnhm", q, bk, ak)
-    p = jax.nn.softmax(score * jnp.asarray(DIM**-0.5 / RANK, score.dtype))
-    return jnp.einsum("bnhm,bmh,bme->bnhe", p, av, bv)
+    q, k, ranks = _query(jnp.einsum, aq, bq), "r" * (ak.ndim - 3), _ranks(ak)
+    score = jnp.einsum(f"bnhd,bm{k}d,bm{k}h->bnhm", q, bk, ak)
+    p = jax.nn.softmax(score * jnp.asarray(bk.shape[-1] ** -0.5 / ranks, score.dtype))
+    return jnp.einsum(f"bnhm,bm{k}h,bm{k}e->bnhe", p, av, bv) / ranks
 
 
-def proposals(*, batch: int, m: int, **_: Any) -> list[Provider]:
+def attend_in_torch(torch: Any, *, model: str, **_: Any) -> Function:
+    def call(aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any) -> Any:
+        form = "bmrh,bmrd->bhmd" if ak.ndim == 4 else "bmh,bmd->bhmd"
+        q = _query(torch.einsum, aq, bq).swapaxes(1, 2)
+        k, v = (torch.einsum(form, *pair) / _ranks(ak) for pair in ((ak, bk), (av, bv)))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).swapaxes(1, 2)
+
+    return of_model(call, model)
+
+
+def _query(einsum: Function, aq: Any, bq: Any) -> Any:
+    return aq if bq is None else einsum("bnhr,bnrd->bnhd", aq, bq) / bq.shape[2]
+
+
+def _ranks(ak: Any) -> int:
+    return int(ak.shape[2]) if ak.ndim == 4 else 1
+
+
+def proposals(*, model: str, batch: int, m: int, **_: Any) -> list[Provider]:
     """From half a program a multiprocessor to three, of 132, with 32 to 128 keys a step."""
     splits = sorted({min(-(-m // 32), max(1, round(132 * x / batch))) for x in (0.5, 1, 1.5, 2, 3)})
     configs = sweep.configs(
         TpaDecodeConfig,
-        block_h=(HEADS,),
+        block_h=(MODELS[model].heads,),
         block_m=(32, 64, 128),
         num_splits=splits,
         num_stages=(2, 3, 4),
@@ -78,6 +147,9 @@ def proposals(*, batch: int, m: int, **_: Any) -> list[Provider]:
     return [kernel(sweep.label(c), sweep.always(c), "") for c in (None, *configs)]
 
 
+TORCH = peers.provider(
+    "torch", attend_in_torch, f"scaled_dot_product_attention: {ROUNDED}", tolerance=8
+)
 BENCHMARK = Benchmark(
     op="tpa_decode",
     case=case,
@@ -91,11 +163,13 @@ BENCHMARK = Benchmark(
         function("naive", reference.tpa_decode_naive, f"{NAIVE}, eager", jit=False, tolerance=4),
         function("naive jit", reference.tpa_decode_naive, f"{NAIVE}, jitted", tolerance=4),
         function("einsum", einsum, f"jitted, less precise: {ROUNDED}", tolerance=8),
+        *([TORCH] if peers.installed("torch") else []),
     ),
     x="m",
-    grid={"batch": (8, 32), "m": [2**k for k in range(8, 16)]},
-    quick={"batch": (8,), "m": (256, 2048, 32768)},
-    small={"batch": (2,), "m": (64, 256)},
+    grid={"model": tuple(MODELS), "batch": BATCHES, "m": SIZES},
+    quick={"model": ("seed", "t6-34", "t6-47"), "batch": (8, 16), "m": (256, 2048, 32768)},
+    small={"model": ("seed",), "batch": (2,), "m": (64, 256)},
+    has=has,
     proposals=proposals,
 )
 

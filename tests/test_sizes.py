@@ -157,12 +157,16 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
     c = tpa_config.choose(s, H200)
     plan = tpa.Plan(s, c, 1.0, 1.0)
     for i, split in programs((plan.row_blocks, c.num_splits), monkeypatch):
-        rows = tpa.Rows(plan, jnp.int32(i))
-        query, lane = (np.asarray(y, object) for y in tpa.grouped(c.block_n, plan.tile_h))
-        query = i // plan.head_blocks * c.block_n + query
-        head = i % plan.head_blocks * c.block_h + lane
-        inside = (query < n) & (head < h) & (lane < c.block_h)
-        same(rows.index, query * h + head, inside)
+        first = 0
+        for rows in tpa.Rows.of_program(plan, jnp.int32(i)):
+            query, lane = (np.asarray(y, object) for y in tpa.grouped(c.block_n, rows.tile_h))
+            order = np.asarray(rows.column, object)
+            assert sorted(order) == list(range(rows.tile_h))
+            query, lane = i // plan.head_blocks * c.block_n + query, first + order[lane.astype(int)]
+            head = i % plan.head_blocks * c.block_h + lane
+            inside = (query < n) & (head < h) & (lane < c.block_h)
+            same(rows.index, query * h + head, inside)
+            first += rows.tile_h
         rank_query, rank = (np.asarray(y, object) for y in tpa.grouped(c.block_n, s.tile_r))
         rank_query = i // plan.head_blocks * c.block_n + rank_query
         same(rows.rank_query * s.r + rows.rank, rank_query * s.r + rank, rank_query < n)
@@ -172,9 +176,11 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
             split * blocks // c.num_splits,
             (split + 1) * blocks // c.num_splits,
         )
-        keys = tpa.Keys(rows, jnp.int32(int(stop) - 1), m)
+        keys = tpa.Keys(plan, jnp.int32(int(stop) - 1), m)
         index = (int(stop) - 1) * c.block_m + np.arange(c.block_m, dtype=object)
         same(keys.index, index, index < m)
+        entry = (int(stop) - 1) * c.block_m * s.rk + np.arange(c.block_m * s.rk, dtype=object)
+        same(keys.entries(s.rk)[0], entry, entry < m * s.rk)
 
 
 @pytest.mark.parametrize("m", [LONGEST, 5000])
@@ -186,7 +192,7 @@ def test_decoding_of_a_window(
     s = tpa_config.Sizes(b=1, n=1, m=m, h=32, r=16, d=64, e=64, rk=1, rv=1, dtype="bfloat16")
     c = tpa_config.choose(s, H200, batch_invariant=batch_invariant)
     plan = tpa.Plan(s, c, 1.0, 1.0, 3000, batch_invariant)
-    rows = tpa.Rows(plan, 0)
+    (rows,) = tpa.Rows.of_program(plan, 0)
     for (split,) in programs((c.num_splits,), monkeypatch):
         _, first, stop = tpa.key_range(rows, None)
         assert (first, stop) == (m - 3000, m)

@@ -34,6 +34,10 @@ SHAPES = [
     case(b=1, n=2, m=45, h=3, r=4, d=16, e=16, rk=2, rv=3),
     case(b=2, n=1, m=67, h=17, d=24, e=16, rk=2, rv=2, full=True),
     case(b=1, n=3, m=45, h=5, d=16, e=33, full=True),
+    # Of many heads: pairs of an odd number, groups of an even one, two tiles.
+    case(b=2, n=1, m=45, h=47, r=6, d=16, e=16, rk=2, rv=2),
+    case(b=1, n=2, m=70, h=34, r=6, d=24, e=8, rk=3, rv=1),
+    case(b=1, n=1, m=40, h=75, r=6, d=16, e=16, rk=2, rv=4),
 ]
 WINDOWS = [case(n=1, m=200, window=70), case(n=3, m=70, window=1), case(n=3, m=70, h=17, window=33)]
 
@@ -157,6 +161,27 @@ def test_every_config_gives_the_same(rng: Rng, config: dict[str, int], dtype: An
     lengths = jnp.asarray([70, 33], jnp.int32)
     got = both(KERNEL, lengths=lengths, config=TpaDecodeConfig(**config))(*xs)
     assert_close(got, loop(xs, lengths), terms=70)
+
+
+@pytest.mark.parametrize("config", [case(block_h=16), case(block_h=4, block_m=8), case(block_h=5)])
+def test_every_config_of_several_ranks_gives_the_same(rng: Rng, config: dict[str, int]) -> None:
+    xs = factors(rng, jnp.bfloat16, n=2, m=67, h=21, rk=4, rv=2)
+    got = both(KERNEL, config=TpaDecodeConfig(**config))(*xs)
+    assert_close(got, loop(xs, [67, 67]), terms=67)
+
+
+@pytest.mark.parametrize("h", [5, 34, 47, 75])
+def test_heads_do_not_meet(rng: Rng, h: int) -> None:
+    """Numbers of one head that are not finite are seen in that head alone."""
+    aq, ak, av, bq, bk, bv = factors(rng, jnp.bfloat16, h=h, rk=2, rv=2)
+    bad, worse = 3, h - 1
+    ak, av = ak.at[:, 7, 1, bad].set(jnp.inf), av.at[0, 39, 0, worse].set(jnp.nan)
+    ak = ak.at[:, 7, 0, bad].set(-jnp.inf)  # a score of NaN, whatever the signs
+    out, _ = both(KERNEL)(aq, ak, av, bq, bk, bv)
+    finite = np.isfinite(np.float32(out)).all(axis=(1, 3))
+    want = np.ones((2, h), bool)
+    want[:, bad] = want[0, worse] = False
+    np.testing.assert_array_equal(finite, want)
 
 
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])

@@ -106,7 +106,7 @@ def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None
     ("change", "message"),
     [
         (dict(block_m=24), "block_m is 24; accepted: a power of two"),
-        (dict(block_m=8), "block_m is 8; accepted: an int from 16 to 1048576"),
+        (dict(block_m=4), "block_m is 4; accepted: an int from 8 to 1048576"),
         (dict(num_splits=0), "num_splits is 0; accepted: an int from 1 to"),
         (dict(block_h=1.5), "block_h is 1.5; accepted: an int from 1 to"),
         (dict(num_stages=True), "num_stages is True; accepted: an int from 1 to"),
@@ -115,6 +115,12 @@ def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None
 def test_config_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TpaDecodeConfig(**({"block_h": 4} | change))
+
+
+def test_blocks_of_few_keys_need_several_ranks(rng: Rng) -> None:
+    config = TpaDecodeConfig(block_h=4, block_m=8)
+    with pytest.raises(ValueError, match=r"config.block_m is 8; accepted: 16 or more for one rank"):
+        pallas_ops.tpa_decode(*factors(rng, rk=2), config=config)
 
 
 # Config

@@ -20,7 +20,7 @@ from benchmarks import (
 from benchmarks.cases import Benchmark
 
 SMALLEST: dict[str, dict[str, Sequence[Any]]] = {
-    "tpa_decode": {"batch": (1,), "m": (80,)},
+    "tpa_decode": {"model": ("t6-kv-22",), "batch": (3,), "m": (80,)},
     "logcumsumexp": {"where": ("last",), "batch": (1,), "dim": (5,), "n": (3,)},
     "lrpe_cosine": {"what": ("act_softmax-dim_-1",), "n": (2,)},
     "chunk_cumsum_decay": {"where": ("b16-d128-packed",), "n": (3,)},
@@ -37,17 +37,32 @@ def titles(benchmark: Benchmark) -> set[str]:
         dict(zip(benchmark.grid, values, strict=True))
         for values in itertools.product(*benchmark.grid.values())
     )
-    cases = (benchmark.case(jnp.bfloat16, **point) for point in points)
+    cases = (benchmark.case(jnp.bfloat16, **p) for p in points if benchmark.has(**p))
     return {case.title.format(metric="speed", mode="fwd", dtype="bf16") for case in cases}
 
 
 def test_tpa_decode_has_the_tables_of_its_seeds() -> None:
     benchmark = tpa_decode.BENCHMARK
-    assert benchmark.grid["m"] == [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
-    assert titles(benchmark) == {
+    own = titles(benchmark)
+    assert {title for title in own if "dim128" in title} == {
         "tpa_decode-speed-fwd-batch8-head32-dim128-rank16-bf16",
         "tpa_decode-speed-fwd-batch32-head32-dim128-rank16-bf16",
     }
+    points = itertools.product(("seed",), benchmark.grid["batch"], benchmark.grid["m"])
+    sizes = {
+        (batch, m) for model, batch, m in points if benchmark.has(model=model, batch=batch, m=m)
+    }
+    assert sizes == set(itertools.product((8, 32), [2**k for k in range(8, 16)]))
+
+
+def test_tpa_decode_has_the_tables_of_published_models() -> None:
+    own = titles(tpa_decode.BENCHMARK)
+    for heads in (34, 47, 61, 78):
+        assert f"tpa_decode-speed-fwd-batch16-head{heads}-dim64-rank6-ranks2-bf16" in own
+    for heads in (22, 29, 37, 47):
+        assert f"tpa_decode-speed-fwd-batch1-head{heads}-dim64-full-ranks2-bf16" in own
+    for heads in (16, 32, 48):
+        assert f"tpa_decode-speed-fwd-batch1-head{heads}-dim64-rank16-bf16" in own
 
 
 def test_logcumsumexp_has_the_tables_of_its_seeds_and_more() -> None:

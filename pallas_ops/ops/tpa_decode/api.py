@@ -212,6 +212,8 @@ def _check(
     batch_invariant = checks.flag("batch_invariant", batch_invariant)
     if batch_invariant and config is not None:
         raise ValueError("config and batch_invariant are both given; accepted: one of them")
+    if config is not None and config.block_m < 16 and 1 in (sizes["Rk"], sizes["Rv"]):
+        raise ValueError(f"config.block_m is {config.block_m}; accepted: 16 or more for one rank")
     rows = {f"N * {x}": sizes["N"] * sizes[x] for x in "HR" if x in sizes}
     implementation = checks.kernel_or_reference(implementation, aq.dtype, sizes | rows)
     static = dict(implementation=implementation, window=window, batch_invariant=batch_invariant)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pallas_ops.core import checks
 from pallas_ops.core.backend import NoKernelError
 from pallas_ops.core.card import Card
-from pallas_ops.core.tiles import MOST_PARTS
+from pallas_ops.core.tiles import MOST_PARTS, power_of_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class TpaDecodeConfig:
 
     def __post_init__(self) -> None:
         powers = "block_n", "block_m", "num_warps"
-        checks.launch_choices(self, powers_of_two=powers, least={"block_m": 16})
+        checks.launch_choices(self, powers_of_two=powers, least={"block_m": 8})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,38 @@ class Sizes:
         own = 8 if self.dtype == "float32" or self.wide_queries else 2
         return own, 2 if self.dtype == "bfloat16" and not self.wide_queries else 8
 
+    @property
+    def tile_rk(self) -> int:
+        return power_of_two(self.rk)
+
+    @property
+    def tile_rv(self) -> int:
+        return power_of_two(self.rv)
+
+    @property
+    def most_ranks(self) -> int:
+        return max(self.tile_rk, self.tile_rv)
+
+    def exchange_bytes(self, rows: int) -> int:
+        """Of one key, where the threads that have a key's ranks are not those of its values."""
+        return 0 if self.tile_rk == self.tile_rv else 8 * rows * self.most_ranks
+
+    @property
+    def least_block_m(self) -> int:
+        """The tensor cores multiply sixteen entries at least."""
+        return max(8, 16 // min(self.tile_rk, self.tile_rv))
+
+    def has_pairs(self, block_h: int) -> bool:
+        """Whether heads are loaded in pairs, as those of an odd H are (see `Keys.load_a`)."""
+        even = self.rk % 2 == self.rv % 2 == 0 and (block_h % 2 == 0 or block_h >= self.h)
+        return self.h % 2 == 1 and self.dtype != "float32" and even
+
     def buffer_bytes(self, c: TpaDecodeConfig) -> int:
         """Bytes of the buffers of one key: each stage but the last has one."""
-        heads = (self.rk + self.rv) * tile(c.block_h)
-        numbers = heads + self.rk * self.tile_d + self.rv * self.tile_e
+        heads = sum(head_tiles(c.block_h))
+        if self.has_pairs(c.block_h):
+            heads = heads * 3 // 2
+        numbers = self.tile_rk * (heads + self.tile_d) + self.tile_rv * (heads + self.tile_e)
         return max(c.num_stages - 1, 1) * numbers * (4 if self.dtype == "float32" else 2)
 
 
@@ -81,13 +109,22 @@ def tile(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def head_tiles(block_h: int) -> tuple[int, ...]:
+    """The tiles that hold so many heads: one, or 64 and a smaller one where that saves a third."""
+    size = tile(block_h)
+    if size != 128 or block_h > 96:
+        return (size,)
+    return 64, tile(block_h - 64)
+
+
 def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     """At most what Triton takes of shared memory for the forward kernel."""
-    rows, ranks = c.block_n * tile(c.block_h), c.block_n * s.tile_r * s.has_bq
+    rows, ranks = c.block_n * sum(head_tiles(c.block_h)), c.block_n * s.tile_r * s.has_bq
     own, mixed = s.operand_bytes
     queries = own * (ranks or rows) * s.tile_d + (2 + mixed) * rows * ranks
-    products = own * s.rk * s.tile_d, mixed * s.rv * s.tile_e, 4 * s.rv * rows
-    key = s.buffer_bytes(c) + 8 * s.rk * ranks + max(products)
+    scores = (4 if mixed == 2 else 12) * rows * s.most_ranks
+    products = own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores
+    key = s.buffer_bytes(c) + 8 * s.tile_rk * ranks + max(products) + s.exchange_bytes(rows)
     return max(queries + c.block_m * key, 4 * rows * s.tile_e)  # the latter stores the output
 
 
@@ -97,9 +134,11 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     own, mixed = s.operand_bytes
     wide = (ranks or rows) * s.tile_d + rows * s.tile_e
     queries = (own + mixed) * wide + 2 * mixed * rows * ranks
-    scores = 8 * (rows + s.rk * ranks) + 2 * max(s.tile_d, s.tile_e)
-    products = scores, mixed * ((ranks or rows) + s.tile_d), mixed * s.tile_e
-    return queries + c.block_m * (s.buffer_bytes(c) + max(products))
+    features = max(s.tile_rk * s.tile_d, s.tile_rv * s.tile_e)
+    scores = 8 * (s.most_ranks * rows + s.tile_rk * ranks) + 2 * features
+    keys, values = s.tile_rk * ((ranks or rows) + s.tile_d), s.tile_rv * s.tile_e
+    products = max(scores, mixed * keys, mixed * values)
+    return queries + c.block_m * (s.buffer_bytes(c) + products + s.exchange_bytes(rows))
 
 
 def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeConfig:
@@ -108,8 +147,8 @@ def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeC
     Raises:
       NoKernelError: where not even one block of 16 keys fits.
     """
-    block_h = min(s.h, 64)
-    lanes = max(tile(block_h), s.tile_r * s.has_bq)
+    block_h = s.h if s.h <= 96 else 64
+    lanes = max(sum(head_tiles(block_h)), s.tile_r * s.has_bq)
     block_n = 1
     while block_n < s.n and 2 * block_n * lanes <= 64:
         block_n *= 2
@@ -127,22 +166,39 @@ def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeC
 def _choose_keys(
     s: Sizes, block_h: int, block_n: int, card: Card, batch_invariant: bool
 ) -> TpaDecodeConfig | None:
-    programs = s.b * -(-s.h // block_h) * -(-s.n // block_n)
-    num_splits = max(1, min(card.num_sms // programs, -(-s.m // 32)))
-    keys = -(-s.m // num_splits)
-    if batch_invariant:
-        keys = split_size(s.m)
-        num_splits = -(-s.m // keys)
-    block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
-    rows = block_n * tile(block_h)
+    rows = block_n * sum(head_tiles(block_h))
+    blocks = s.b * -(-s.h // block_h) * -(-s.n // block_n)
+
+    def keys_of_split(programs: int) -> tuple[int, int]:
+        """Splits for so many programs a multiprocessor, and the keys of each."""
+        if batch_invariant:
+            return -(-s.m // split_size(s.m)), split_size(s.m)
+        num_splits = max(1, min(programs * card.num_sms // blocks, -(-s.m // 32)))
+        return num_splits, -(-s.m // num_splits)
+
+    num_splits, keys = keys_of_split(1)
+    block_m = min(
+        128 if keys >= 2048 else 64 if keys > 32 else 32, max(s.least_block_m, 128 // s.most_ranks)
+    )
     c = TpaDecodeConfig(
         block_h=block_h,
         block_n=block_n,
         block_m=block_m,
         num_splits=num_splits,
         num_warps=4 if rows * s.tile_e <= 64 * 128 else 8,
-        num_stages=4 if block_m == 64 and keys >= 1024 else 3,
+        num_stages=4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3,
     )
+    if max(s.tile_d, s.tile_e) <= 64 and s.dtype != "float32":
+        # A block of 64 entries has 32 KiB. One whose heads are copied eight at once has 128: fewer
+        # would lie in shared memory as [entries, heads] (see `Keys.load_a`).
+        entries, num_stages = (128, 2) if s.h % 8 == 0 and block_h > 32 else (64, 3)
+        c = dataclasses.replace(
+            c, block_m=max(s.least_block_m, entries // s.most_ranks), num_stages=num_stages
+        )
+        taken = forward_bytes(s, c) * 5 // 6  # nearer than the bound
+        splits, keys = keys_of_split(2)
+        if keys >= 512 and taken <= card.shared_memory // 2:
+            c = dataclasses.replace(c, num_splits=splits)
     return fit(s, c, forward_bytes, card)
 
 
@@ -160,10 +216,12 @@ def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     rows = block_n * tile(s.h)
     if rows > 256:
         return None
+    # More entries spill more.
+    entries = 64 if rows <= 32 else 32 if s.has_bq and not s.has_pairs(s.h) else 16
     c = TpaDecodeConfig(
         block_h=s.h,
         block_n=block_n,
-        block_m=32 if s.has_bq or rows <= 32 else 16,  # 32 keys spill (with bq, too)
+        block_m=min(32, max(s.least_block_m, entries // s.most_ranks)),
         num_warps=4 if rows <= 64 else 8,
         num_stages=2 if s.dtype == "float32" else 3,
     )
@@ -182,7 +240,7 @@ def fit(
 ) -> TpaDecodeConfig | None:
     """`c` with the largest block of keys, then the most stages, that fit in shared memory."""
     while bytes_of(s, c) > card.shared_memory:
-        if c.block_m > 16:
+        if c.block_m > s.least_block_m:
             c = dataclasses.replace(c, block_m=c.block_m // 2)
         elif c.num_stages > 1:
             c = dataclasses.replace(c, num_stages=c.num_stages - 1)

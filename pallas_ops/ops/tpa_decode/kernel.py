@@ -26,16 +26,19 @@ from pallas_ops.ops.tpa_decode.tiles import (
     Plan,
     Rows,
     blocks_of_split,
+    each_rank,
     flat,
     key_range,
     load,
     per_batch,
-    scores,
     sizes,
     store,
+    sum_ranks,
 )
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
+
+State = tuple[jax.Array, jax.Array, jax.Array]  # maximum, sum and accumulator of some rows
 
 
 def forward(
@@ -59,8 +62,8 @@ def forward(
     c = config or choose(s, card.current(), batch_invariant=batch_invariant)
     plan = Plan(s, c, score_scale, value_scale, window, batch_invariant)
     rows, splits = s.n * s.h, c.num_splits
-    heads = flat(aq, 3), flat(ak, 2), flat(av, 2)
-    features = None if bq is None else flat(bq, 3), flat(bk, 2), flat(bv, 2)
+    heads = flat(aq, 3), *(x.reshape(s.b, -1) if plan.pairs else flat(x, 3) for x in (ak, av))
+    features = (None if x is None else flat(x, 3) for x in (bq, bk, bv))
     operands = (*heads, *features, None if lengths is None else lengths[:, None])
     dtype = jnp.dtype(out_dtype if splits == 1 else jnp.float32)
     out, lse = launch(
@@ -116,11 +119,11 @@ def _merge(
 
 def _forward_kernel(
     aq_ref: Ref,  # [N H, R], or [N H, D] without bq
-    ak_ref: Ref,  # [M, Rk H]
-    av_ref: Ref,  # [M, Rv H]
+    ak_ref: Ref,  # [M Rk, H], or [M Rk H] for pairs of heads; so is av_ref
+    av_ref: Ref,  # [M Rv, H]
     bq_ref: Ref | None,  # [N R, D]
-    bk_ref: Ref,  # [M, Rk D]
-    bv_ref: Ref,  # [M, Rv E]
+    bk_ref: Ref,  # [M Rk, D]
+    bv_ref: Ref,  # [M Rv, E]
     length_ref: Ref | None,  # [1]
     out_ref: Ref,  # [N H, E]
     lse_ref: Ref,  # [N H]
@@ -128,42 +131,46 @@ def _forward_kernel(
     plan: Plan,
 ) -> None:
     s = plan.s
-    rows = Rows(plan, pl.program_id(0) if plan.row_blocks > 1 else 0)
-    aq, bq = rows.load_aq(aq_ref), rows.load_bq(bq_ref)
-    length, first_key, limit = key_range(rows, length_ref)
+    tiles = Rows.of_program(plan, pl.program_id(0) if plan.row_blocks > 1 else 0)
+    aqs, bq = [rows.load_aq(aq_ref) for rows in tiles], tiles[0].load_bq(bq_ref)
+    length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
     scale = plan.score_scale * LOG2E
 
-    def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, total, acc = carry
-        keys, stored = Keys(rows, i, limit, first_key), Keys(rows, i, s.m)
-        bk = [load(bk_ref, *stored.features(k, s.d)) for k in range(s.rk)]
-        inner = [x.T if bq is None else scale * dot(bq, x.T, pieces=3) for x in bk]
-        ak = [rows.spread(stored.load_a(ak_ref, k)) for k in range(s.rk)]
-        score, _ = scores(aq, inner, ak, pieces=3)
-        if bq is None:
-            score *= scale
-        score = jnp.where(keys.seen(length), score, -jnp.inf)
-        new_top = jnp.maximum(top, score.max(axis=1))
-        p = exp2(score - new_top[:, None])
-        fade = exp2(top - new_top)
-        acc = acc * fade[:, None]
-        for k in range(s.rv):
-            weight = p * rows.spread(keys.load_a(av_ref, k))
-            acc = dot(weight, load(bv_ref, *keys.features(k, s.e)), acc, pieces=plan.pieces)
-        return new_top, total * fade + p.sum(axis=1), acc
+    def step(i: jax.Array, states: list[State]) -> list[State]:
+        keys, stored = Keys(plan, i, limit, first_key), Keys(plan, i, s.m)
+        bk = load(bk_ref, *stored.features(s.rk, s.d))
+        inner = bk.T if bq is None else scale * dot(bq, bk.T, pieces=3)
+        bv = load(bv_ref, *keys.features(s.rv, s.e))
 
-    num_rows = rows.index.shape[0]
-    top = jnp.full((num_rows,), LOWEST, jnp.float32)
-    total = jnp.zeros((num_rows,), jnp.float32)
-    acc = jnp.zeros((num_rows, s.tile_e), jnp.float32)
-    top, total, acc = lax.fori_loop(start, stop, step, (top, total, acc))
+        def of(rows: Rows, aq: jax.Array, state: State) -> State:
+            top, total, acc = state
+            score = dot(aq, inner, pieces=3) * stored.load_a(rows, ak_ref, s.rk)
+            score = sum_ranks(score, s.rk)
+            if bq is None:
+                score *= scale
+            score = jnp.where(keys.seen(rows, length), score, -jnp.inf)
+            new_top = jnp.maximum(top, score.max(axis=1))
+            p = exp2(score - new_top[:, None])
+            fade = exp2(top - new_top)
+            weight = each_rank(p, s.rv) * keys.load_a(rows, av_ref, s.rv)
+            acc = dot(weight, bv, acc * fade[:, None], pieces=plan.pieces)
+            return new_top, total * fade + p.sum(axis=1), acc
 
-    empty = total == 0
-    nonzero = jnp.where(empty, 1.0, total)
-    lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
-    store(out_ref, acc * (plan.value_scale / nonzero)[:, None], *rows.whole(s.e))
-    plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
+        return [of(*x) for x in zip(tiles, aqs, states, strict=True)]
+
+    def empty(num_rows: int) -> State:
+        top = jnp.full((num_rows,), LOWEST, jnp.float32)
+        return top, jnp.zeros_like(top), jnp.zeros((num_rows, s.tile_e), jnp.float32)
+
+    states = [empty(rows.index.shape[0]) for rows in tiles]
+    states = lax.fori_loop(start, stop, step, states)
+    for rows, (top, total, acc) in zip(tiles, states, strict=True):
+        none = total == 0
+        nonzero = jnp.where(none, 1.0, total)
+        lse = jnp.where(none, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
+        store(out_ref, acc * (plan.value_scale / nonzero)[:, None], *rows.whole(s.e))
+        plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
 
 
 def _merge_kernel(

@@ -18,21 +18,21 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, tile
 from pallas_ops.ops.tpa_decode.matmul import dot
 from pallas_ops.ops.tpa_decode.tiles import (
     Keys,
     Plan,
     Rows,
+    each_rank,
     flat,
     key_range,
     load,
     part,
     per_batch,
-    scores,
     sizes,
     store,
-    sum_of,
+    sum_ranks,
 )
 
 
@@ -57,11 +57,13 @@ def backward(
     """Gradients of the factors (with a rank axis); all rows of a batch in one program."""
     s = sizes(aq, ak, av, bq, bk, bv)
     plan = Plan(s, config, score_scale, value_scale, window)
-    keyed = (flat(ak, 2), flat(av, 2), flat(bk, 2), flat(bv, 2))
+    keyed = tuple(flat(x, 3) for x in (ak, av, bk, bv))
+    heads = tuple(x.reshape(s.b, -1) if plan.pairs else x for x in keyed[:2])
     of_queries = [x for x in (aq, bq) if x is not None]
     queries = (flat(aq, 3), None if bq is None else flat(bq, 3))
     results = (flat(out, 3), flat(dout, 3), lse.reshape(s.b, -1), dlse.reshape(s.b, -1))
-    operands = (*queries, None if lengths is None else lengths[:, None], *keyed, *results)
+    lengths = None if lengths is None else lengths[:, None]
+    operands = (*queries, lengths, *heads, *keyed[2:], *results)
     splits = config.num_splits
     partials = [(s.b, splits, *flat(x, 3).shape[1:]) for x in of_queries]
     grads = launch(
@@ -93,10 +95,10 @@ def _backward_kernel(
     aq_ref: Ref,  # [N H, R], or [N H, D] without bq
     bq_ref: Ref | None,  # [N R, D]
     length_ref: Ref | None,  # [1]
-    ak_ref: Ref,  # [M, Rk H], as av_ref, dak_ref, dav_ref
+    ak_ref: Ref,  # [M Rk, H], as av_ref, dak_ref, dav_ref
     av_ref: Ref,
-    bk_ref: Ref,  # [M, Rk D], as dbk_ref
-    bv_ref: Ref,  # [M, Rv E], as dbv_ref
+    bk_ref: Ref,  # [M Rk, D], as dbk_ref
+    bv_ref: Ref,  # [M Rv, E], as dbv_ref
     out_ref: Ref,  # [N H, E], as dout_ref
     dout_ref: Ref,
     lse_ref: Ref,  # [N H], as dlse_ref
@@ -107,7 +109,7 @@ def _backward_kernel(
 ) -> None:
     *dbq_ref, dak_ref, dav_ref, dbk_ref, dbv_ref = others
     s, c, exact = plan.s, plan.c, partial(dot, pieces=plan.pieces)
-    rows = Rows(plan, 0)
+    rows = Rows(plan, 0, 0, tile(c.block_h))
     aq, bq = rows.load_aq(aq_ref), rows.load_bq(bq_ref)
     dout, out = (load(x, *rows.whole(s.e)) for x in (dout_ref, out_ref))
     lse, dlse = (
@@ -119,30 +121,27 @@ def _backward_kernel(
 
     def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         daq, dbq = carry
-        keys, stored = Keys(rows, i, limit, first_key), Keys(rows, i, s.m)
-        bk = [load(bk_ref, *keys.features(k, s.d)) for k in range(s.rk)]
-        inner = [x.T if bq is None else exact(bq, x.T) for x in bk]
-        ak = [rows.spread(keys.load_a(ak_ref, k)) for k in range(s.rk)]
-        score, u = scores(aq, inner, ak, pieces=plan.pieces)
+        keys, stored = Keys(plan, i, limit, first_key), Keys(plan, i, s.m)
+        bk = load(bk_ref, *keys.features(s.rk, s.d))
+        inner = bk.T if bq is None else exact(bq, bk.T)
+        ak, u = keys.load_a(rows, ak_ref, s.rk), exact(aq, inner)
+        score = sum_ranks(u * ak, s.rk)
         p = exp2((score * plan.score_scale - lse[:, None]) * LOG2E)
-        p = jnp.where(keys.seen(length) & rows.inside[:, None], p, 0.0)
-        dp = []
-        for k in range(s.rv):
-            av = rows.spread(keys.load_a(av_ref, k)) * plan.value_scale
-            t = exact(dout, load(bv_ref, *keys.features(k, s.e)).T)
-            dp.append(t * av)
-            store(dav_ref, rows.gather(p * t) * plan.value_scale, *stored.heads(k))
-            store(dbv_ref, exact((p * av).T, dout), *stored.features(k, s.e))
-        ds = p * (sum_of(dp) - delta[:, None]) * plan.score_scale
-        for k in range(s.rk):
-            store(dak_ref, rows.gather(ds * u[k]), *stored.heads(k))
-            g = ds * ak[k]
-            x = exact(aq.T, g)
-            dbk = x.T if bq is None else exact(x.T, bq)
-            store(dbk_ref, dbk, *stored.features(k, s.d))
-            daq = exact(g, inner[k].T, daq)
-            if bq is not None:
-                dbq = exact(x, bk[k], dbq)
+        p = jnp.where(keys.seen(rows, length) & rows.inside[:, None], p, 0.0)
+        av = keys.load_a(rows, av_ref, s.rv) * plan.value_scale
+        t = exact(dout, load(bv_ref, *keys.features(s.rv, s.e)).T)
+        p_each = each_rank(p, s.rv)
+        store(dav_ref, rows.gather(p_each * t) * plan.value_scale, *stored.heads(rows, s.rv))
+        store(dbv_ref, exact((p_each * av).T, dout), *stored.features(s.rv, s.e))
+        ds = p * (sum_ranks(t * av, s.rv) - delta[:, None]) * plan.score_scale
+        ds = each_rank(ds, s.rk)
+        store(dak_ref, rows.gather(ds * u), *stored.heads(rows, s.rk))
+        g = ds * ak
+        x = exact(aq.T, g)
+        store(dbk_ref, x.T if bq is None else exact(x.T, bq), *stored.features(s.rk, s.d))
+        daq = exact(g, inner.T, daq)
+        if bq is not None:
+            dbq = exact(x, bk, dbq)
         return daq, dbq
 
     daq = jnp.zeros(aq.shape, jnp.float32)
