@@ -71,6 +71,15 @@ CALLS: dict[str, Call] = {
         partial(decode, config=TpaDecodeConfig(block_h=4, block_m=32, num_splits=7)),
         factors(2, 3, 501, 6, 5, 24, 40, 2),
     ),
+    "decode of heads in groups": (decode, factors(2, 1, 133, 34, 6, 64, 64, 2)),
+    "decode of heads in pairs": (
+        partial(decode, batch_invariant=True),
+        factors(2, 1, 1133, 47, 6, 64, 64, 2),
+    ),
+    "decode of two tiles of heads": (
+        partial(decode, window=77),
+        factors(1, 2, 133, 75, 6, 64, 64, 2),
+    ),
     "decode ragged": (
         partial(decode, lengths=np.array([0, 77, 333])),
         factors(3, 2, 333, 7, 3, 64, 64, 1),

@@ -150,7 +150,14 @@ def test_rotations(
 
 
 @pytest.mark.parametrize(
-    ("n", "m", "h"), [(1, LONGEST, 32), (2**20, 2**20, 78), (1, 5, 2**26), (LONGEST // 16, 64, 1)]
+    ("n", "m", "h"),
+    [
+        (1, LONGEST // 2, 32),
+        (2**20, 2**20, 78),
+        (1, 5, 2**26),
+        (LONGEST // 16, 64, 1),
+        (1, 2**24, 61),
+    ],
 )
 def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> None:
     s = tpa_config.Sizes(b=1, n=n, m=m, h=h, r=16, d=64, e=64, rk=2, rv=2, dtype="bfloat16")

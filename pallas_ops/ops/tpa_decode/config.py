@@ -78,6 +78,11 @@ class Sizes:
         return power_of_two(self.rv)
 
     @property
+    def has_few_features(self) -> bool:
+        """So that two programs fit in a multiprocessor."""
+        return max(self.tile_d, self.tile_e) <= 64 and self.dtype != "float32"
+
+    @property
     def most_ranks(self) -> int:
         return max(self.tile_rk, self.tile_rv)
 
@@ -93,7 +98,8 @@ class Sizes:
     def has_pairs(self, block_h: int) -> bool:
         """Whether heads are loaded in pairs, as those of an odd H are (see `Keys.load_a`)."""
         even = self.rk % 2 == self.rv % 2 == 0 and (block_h % 2 == 0 or block_h >= self.h)
-        return self.h % 2 == 1 and self.dtype != "float32" and even
+        is_short = self.m * max(self.rk, self.rv) * self.h < 2**31  # places are int32
+        return self.h % 2 == 1 and self.dtype != "float32" and even and is_short
 
     def buffer_bytes(self, c: TpaDecodeConfig) -> int:
         """Bytes of the buffers of one key: each stage but the last has one."""
@@ -147,7 +153,7 @@ def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeC
     Raises:
       NoKernelError: where not even one block of 16 keys fits.
     """
-    block_h = s.h if s.h <= 96 else 64
+    block_h = s.h if s.h <= (96 if s.has_few_features else 64) else 64
     lanes = max(sum(head_tiles(block_h)), s.tile_r * s.has_bq)
     block_n = 1
     while block_n < s.n and 2 * block_n * lanes <= 64:
@@ -177,28 +183,26 @@ def _choose_keys(
         return num_splits, -(-s.m // num_splits)
 
     num_splits, keys = keys_of_split(1)
-    block_m = min(
-        128 if keys >= 2048 else 64 if keys > 32 else 32, max(s.least_block_m, 128 // s.most_ranks)
-    )
+    block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
+    num_stages = 4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3
+    entries, two_fit = 128, s.has_few_features and block_h > 32
+    if two_fit:
+        # 64 entries have 32 KiB. Heads that are copied eight at once take 128: of fewer entries
+        # they would lie in shared memory as [entries, heads] (see `Keys.load_a`).
+        entries, num_stages = (128, 2) if s.h % 8 == 0 else (64, 3)
+        block_m = min(entries, power_of_two(keys))
     c = TpaDecodeConfig(
         block_h=block_h,
         block_n=block_n,
-        block_m=block_m,
+        block_m=max(s.least_block_m, min(block_m, entries // s.most_ranks)),
         num_splits=num_splits,
         num_warps=4 if rows * s.tile_e <= 64 * 128 else 8,
-        num_stages=4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3,
+        num_stages=num_stages,
     )
-    if max(s.tile_d, s.tile_e) <= 64 and s.dtype != "float32":
-        # A block of 64 entries has 32 KiB. One whose heads are copied eight at once has 128: fewer
-        # would lie in shared memory as [entries, heads] (see `Keys.load_a`).
-        entries, num_stages = (128, 2) if s.h % 8 == 0 and block_h > 32 else (64, 3)
-        c = dataclasses.replace(
-            c, block_m=max(s.least_block_m, entries // s.most_ranks), num_stages=num_stages
-        )
-        taken = forward_bytes(s, c) * 5 // 6  # nearer than the bound
-        splits, keys = keys_of_split(2)
-        if keys >= 512 and taken <= card.shared_memory // 2:
-            c = dataclasses.replace(c, num_splits=splits)
+    splits, keys = keys_of_split(2)
+    taken = forward_bytes(s, c) * 5 // 6  # nearer than the bound
+    if two_fit and keys >= 512 and taken <= card.shared_memory // 2:
+        c = dataclasses.replace(c, num_splits=splits)
     return fit(s, c, forward_bytes, card)
 
 

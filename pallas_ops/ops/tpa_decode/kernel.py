@@ -155,6 +155,10 @@ def _forward_kernel(
             fade = exp2(top - new_top)
             weight = each_rank(p, s.rv) * keys.load_a(rows, av_ref, s.rv)
             acc = dot(weight, bv, acc * fade[:, None], pieces=plan.pieces)
+            if len(tiles) > 1:
+                # Triton lets a product run on into the next step, and keeps what it reads until
+                # then, unless a tile of fewer heads reads bv as well. It waits for what is used.
+                acc += 0.0
             return new_top, total * fade + p.sum(axis=1), acc
 
         return [of(*x) for x in zip(tiles, aqs, states, strict=True)]
