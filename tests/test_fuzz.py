@@ -433,7 +433,8 @@ def _tpa_truth(s: Signature, values: Values, weights: tuple[Float64, ...]) -> Tr
     wants = reference_gradients(s, values, weights)
     for i, want in zip(s.differentiable, wants, strict=True):
         x = abs(np.nan_to_num(to_float64(values[s.operands[i][0]]), posinf=0, neginf=0))
-        size = abs(want).max(initial=0) + dscore * score / x.max(initial=1e-9)
+        summed = dscore * score + do * value * (s.operands[i][0] == "scale_v")
+        size = abs(want).max(initial=0) + summed / x.max(initial=1e-9)
         grads.append(Near(want, size * (1 + score)))
     return outs, grads
 
