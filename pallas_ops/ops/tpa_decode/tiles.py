@@ -257,10 +257,10 @@ class Keys:
     def _load_pairs(self, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
         """The same of a flat array [M ranks H], for odd H and an even number of ranks.
 
-        Asynchronous copies take four bytes, two numbers, at least, from an even place. Even ranks
-        begin at one, so there pairs of numbers are pairs of heads. Of odd ranks the even heads are
-        the second numbers of the pairs from one place before, and the odd heads are the first
-        numbers of those from one place after the rank's first number.
+        An asynchronous copy takes at least four bytes, two numbers, and begins at an even place.
+        Even ranks begin at an even place: their pairs of numbers are pairs of heads. Odd ranks
+        begin at an odd place p. Their even heads are the second numbers of the pairs from p - 1 on,
+        their odd heads the first numbers of the pairs from p + 1 on.
         """
         column = span(rows.tile_h).reshape(-1, 1, 16)
 
@@ -272,9 +272,7 @@ class Keys:
             place = 2 * ((entry * self.plan.s.h + rows.first_h + offset) >> 1)
             mask = inside[None, :, None] & (column < stop)
             x = plgpu.load(ref.at[place[None, :, None] + column], mask=mask, other=0.0)
-            return unstack(
-                x.reshape(*x.shape[:2], -1, 2).swapaxes(1, 2).reshape(-1, 8, entry.size, 2)
-            )
+            return unstack(x.reshape(*x.shape[:2], 8, 2).swapaxes(1, 2))
 
         def of_ranks(x: jax.Array) -> list[jax.Array]:
             """Those of even ranks and those of odd ranks, each [heads / 16, 8, entries / 2]."""
