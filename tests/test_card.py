@@ -40,6 +40,8 @@ rotated = pallas_ops.lrpe_cosine
 # The largest rows of the benchmarks, and awkward sizes; whether kernels spill on an H200 as well.
 CASES: dict[str, tuple[Callable[..., Any], tuple[Struct, ...], bool]] = {
     "decode": (pallas_ops.tpa_decode, factors(32, 32768, 32, 16, 128), False),
+    "decode T6": (pallas_ops.tpa_decode, factors(16, 16384, 47, 6, 64, ranks=2), True),
+    "decode T6, two tiles": (pallas_ops.tpa_decode, factors(16, 4096, 78, 6, 64, ranks=2), True),
     "decode wide": (pallas_ops.tpa_decode, factors(2, 4096, 78, 31, 256), True),
     "decode f32": (pallas_ops.tpa_decode, factors(2, 512, 32, 16, 256, dtype="float32"), True),
     "decode f16": (
@@ -70,6 +72,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Struct, ...], bool]] = {
 SAMPLE = {
     ("A100", "decode"),
     ("A10", "chunks of rows"),
+    ("L4", "decode T6"),
     ("L4", "softmax over features"),
     ("B200", "few columns"),
     ("RTX PRO 6000", "rows f16"),

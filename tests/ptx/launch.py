@@ -33,7 +33,7 @@ def run(
       grid: how many programs there are along x, y and z.
       inputs: arrays, as many as the kernel has.
       results: their shapes and dtypes.
-      traffic: where to count what goes to and from global memory: "loads bytes", ..
+      traffic: where to count what goes to and from memory: "loads bytes", "shared cycles", ..
 
     Raises:
       MachineError: where the program does what it must not.
@@ -52,6 +52,6 @@ def run(
         for first in range(0, total, AT_ONCE):
             index = np.arange(first, min(total, first + AT_ONCE))
             ids = np.unravel_index(index, tuple(reversed(grid)))
-            shared = Shared(len(index) if program.shares else 0)
+            shared = Shared(len(index) if program.shares else 0, traffic)
             Machine(program, memory, shared, pointers, dict(zip("zyx", ids, strict=True))).run()
     return [memory.array(i) for i in range(len(inputs), len(arrays))]

@@ -1,5 +1,6 @@
 """Shared memory that tells of races."""
 
+import collections
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ class Shared:
     are moved as) are not watched.
     """
 
-    def __init__(self, num_programs: int) -> None:
+    def __init__(self, num_programs: int, traffic: collections.Counter[str] | None = None) -> None:
+        self.traffic = traffic
         self.bytes = np.zeros(num_programs * _SIZE, np.uint8)
         self.written, self.read = np.zeros((2, num_programs * _SIZE // 2), np.int32)
 
@@ -35,12 +37,17 @@ class Shared:
         """Of [programs, threads], as `Global.load`."""
         width = np.dtype(dtype).itemsize * count
         row = self._rows(programs, address, mask, width, "load")
+        self._count(address, mask, width)
         if width > 1:
             self._reads(row[mask], _start(time), _who(mask, time), width)
         numbers: Array = self.bytes.view(dtype).reshape(-1, count).take(row, axis=0)
         return numbers
 
     def store(self, programs: Array, time: int, address: Array, mask: Array, values: Array) -> None:
+        self._count(address, mask, values.itemsize * values.shape[-1])
+        self._put(programs, time, address, mask, values)
+
+    def _put(self, programs: Array, time: int, address: Array, mask: Array, values: Array) -> None:
         width = values.itemsize * values.shape[-1]
         row = self._rows(programs, address, mask, width, "store")[mask]
         if width > 1:
@@ -53,6 +60,7 @@ class Shared:
     def expect(self, programs: Array, time: int, address: Array, mask: Array, width: int) -> None:
         """An asynchronous copy sets out: until it arrives, nobody may be there."""
         row = self._rows(programs, address, mask, width, "copy")[mask]
+        self._count(address, mask, width)
         self._writes(row, _start(time), _who(mask, time), width)
         _of(self.written, width)[row] = _UNDER_WAY
 
@@ -62,7 +70,7 @@ class Shared:
         """What an asynchronous copy brings."""
         width = values.itemsize * values.shape[-1]
         _of(self.written, width)[self._rows(programs, address, mask, width, "copy")[mask]] = 0
-        self.store(programs, time, address, mask, values)
+        self._put(programs, time, address, mask, values)
 
     def fetch(self, programs: Array, time: int, address: Array, size: int) -> Array:
         """What the tensor cores read at [programs, ..]: until `fetched`, nobody may write there."""
@@ -74,6 +82,21 @@ class Shared:
 
     def fetched(self, programs: Array, time: int, address: Array) -> None:
         self.read[_flat(programs, address) // 2] = _start(time) + _SEVERAL
+
+    def _count(self, address: Array, mask: Array, width: int) -> None:
+        """Turns of 128 bytes at most, and the cycles they take: in one a bank gives four bytes."""
+        if self.traffic is None:
+            return
+        shape = -1, min(32, 128 // width)
+        address, active = address.reshape(shape), mask.reshape(shape)[..., None]
+        words = np.where(active, address[..., None] // 4 + np.arange(-(-width // 4)), -1)
+        words = np.sort(words.reshape(len(words), -1), axis=1)
+        new = (np.diff(words, axis=1, prepend=-1) != 0) & (words >= 0)
+        banks = np.zeros((len(words), 32), int)
+        turn, _ = np.nonzero(new)
+        np.add.at(banks, (turn, words[new] % 32), 1)
+        self.traffic["shared turns"] += int(new.any(axis=1).sum())
+        self.traffic["shared cycles"] += int(banks.max(axis=1).sum())
 
     def _rows(self, programs: Array, address: Array, mask: Array, width: int, what: str) -> Array:
         """Places, counted in `width` bytes; 0 where the mask is false."""
