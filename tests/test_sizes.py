@@ -20,6 +20,7 @@ from pallas_ops.ops.logcumsumexp.config import choose_block_n
 from pallas_ops.ops.lrpe_cosine import config as lrpe_config
 from pallas_ops.ops.lrpe_cosine import tiles as lrpe
 from pallas_ops.ops.tpa_decode import config as tpa_config
+from pallas_ops.ops.tpa_decode import keys as tpa_keys
 from pallas_ops.ops.tpa_decode import tiles as tpa
 from pallas_ops.scan.tile import Ranges, Tile
 from pallas_ops.scan.view import Sizes, View
@@ -178,12 +179,12 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         rank_query = i // plan.head_blocks * c.block_n + rank_query
         same(rows.rank_query * s.r + rows.rank, rank_query * s.r + rank, rank_query < n)
         blocks = -(-m // c.block_m)
-        start, stop = tpa.part(jnp.int32(split), c.num_splits, jnp.int32(blocks))
+        start, stop = tpa_keys.part(jnp.int32(split), c.num_splits, jnp.int32(blocks))
         assert (int(start), int(stop)) == (
             split * blocks // c.num_splits,
             (split + 1) * blocks // c.num_splits,
         )
-        keys = tpa.Keys(plan, jnp.int32(int(stop) - 1), m)
+        keys = tpa_keys.Keys(plan, jnp.int32(int(stop) - 1), m)
         index = (int(stop) - 1) * c.block_m + np.arange(c.block_m, dtype=object)
         same(keys.index, index, index < m)
         entry = (int(stop) - 1) * c.block_m * s.rk + np.arange(c.block_m * s.rk, dtype=object)
@@ -201,9 +202,9 @@ def test_decoding_of_a_window(
     plan = tpa.Plan(s, c, 1.0, 1.0, 3000, batch_invariant)
     (rows,) = tpa.Rows.of_program(plan, 0)
     for (split,) in programs((c.num_splits,), monkeypatch):
-        _, first, stop = tpa.key_range(rows, None)
+        _, first, stop = tpa_keys.key_range(rows, None)
         assert (first, stop) == (m - 3000, m)
-        got = tuple(map(int, tpa.blocks_of_split(plan, jnp.int32(split), first, stop)))
+        got = tuple(map(int, tpa_keys.blocks_of_split(plan, jnp.int32(split), first, stop)))
         begin, end = first // c.block_m, -(-m // c.block_m)
         blocks = end - begin
         want = tuple(begin + (split + i) * blocks // c.num_splits for i in (0, 1))

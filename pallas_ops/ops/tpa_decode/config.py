@@ -79,7 +79,7 @@ class Sizes:
 
     @property
     def has_few_features(self) -> bool:
-        """So that two programs fit in a multiprocessor."""
+        """So few that two programs may fit in a multiprocessor."""
         return max(self.tile_d, self.tile_e) <= 64 and self.dtype != "float32"
 
     @property
@@ -101,9 +101,8 @@ class Sizes:
         is_short = self.m * max(self.rk, self.rv) * self.h < 2**31  # places are int32
         return self.h % 2 == 1 and self.dtype != "float32" and even and is_short
 
-    def buffer_bytes(self, c: TpaDecodeConfig) -> int:
-        """Bytes of the buffers of one key: each stage but the last has one."""
-        heads = sum(head_tiles(c.block_h))
+    def buffer_bytes(self, c: TpaDecodeConfig, heads: int) -> int:
+        """Bytes of the buffers of one key and so many heads: each stage but the last has one."""
         if self.has_pairs(c.block_h):
             heads = heads * 3 // 2
         numbers = self.tile_rk * (heads + self.tile_d) + self.tile_rv * (heads + self.tile_e)
@@ -125,18 +124,20 @@ def head_tiles(block_h: int) -> tuple[int, ...]:
 
 def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     """At most what Triton takes of shared memory for the forward kernel."""
-    rows, ranks = c.block_n * sum(head_tiles(c.block_h)), c.block_n * s.tile_r * s.has_bq
+    heads = sum(head_tiles(c.block_h))
+    rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.has_bq
     own, mixed = s.operand_bytes
     queries = own * (ranks or rows) * s.tile_d + (2 + mixed) * rows * ranks
     scores = (4 if mixed == 2 else 12) * rows * s.most_ranks
     products = own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores
-    key = s.buffer_bytes(c) + 8 * s.tile_rk * ranks + max(products) + s.exchange_bytes(rows)
+    key = s.buffer_bytes(c, heads) + 8 * s.tile_rk * ranks + max(products) + s.exchange_bytes(rows)
     return max(queries + c.block_m * key, 4 * rows * s.tile_e)  # the latter stores the output
 
 
 def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     """At most what Triton takes of shared memory for the backward kernel."""
-    rows, ranks = c.block_n * tile(c.block_h), c.block_n * s.tile_r * s.has_bq
+    heads = tile(c.block_h)
+    rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.has_bq
     own, mixed = s.operand_bytes
     wide = (ranks or rows) * s.tile_d + rows * s.tile_e
     queries = (own + mixed) * wide + 2 * mixed * rows * ranks
@@ -144,7 +145,7 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     scores = 8 * (s.most_ranks * rows + s.tile_rk * ranks) + 2 * features
     keys, values = s.tile_rk * ((ranks or rows) + s.tile_d), s.tile_rv * s.tile_e
     products = max(scores, mixed * keys, mixed * values)
-    return queries + c.block_m * (s.buffer_bytes(c) + products + s.exchange_bytes(rows))
+    return queries + c.block_m * (s.buffer_bytes(c, heads) + products + s.exchange_bytes(rows))
 
 
 def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeConfig:

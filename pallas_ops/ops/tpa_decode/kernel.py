@@ -20,20 +20,16 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose, tile
+from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, each_rank, key_range, sum_ranks
 from pallas_ops.ops.tpa_decode.matmul import dot
 from pallas_ops.ops.tpa_decode.tiles import (
-    Keys,
     Plan,
     Rows,
-    blocks_of_split,
-    each_rank,
     flat,
-    key_range,
     load,
     per_batch,
     sizes,
     store,
-    sum_ranks,
 )
 
 LOWEST = float(jnp.finfo(jnp.float32).min)

@@ -19,20 +19,16 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, tile
+from pallas_ops.ops.tpa_decode.keys import Keys, each_rank, key_range, part, sum_ranks
 from pallas_ops.ops.tpa_decode.matmul import dot
 from pallas_ops.ops.tpa_decode.tiles import (
-    Keys,
     Plan,
     Rows,
-    each_rank,
     flat,
-    key_range,
     load,
-    part,
     per_batch,
     sizes,
     store,
-    sum_ranks,
 )
 
 

@@ -1,22 +1,16 @@
-"""What a program of tpa_decode sees: its rows (queries x heads), its keys, and their tiles."""
+"""What a program of tpa_decode sees: its plan, its rows (queries x heads), and their tiles."""
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly, unstack
-from pallas_ops.ops.tpa_decode.config import (
-    Sizes,
-    TpaDecodeConfig,
-    head_tiles,
-    split_size,
-    tile,
-)
+from pallas_ops.core.tiles import Ref, span
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles, tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,171 +165,3 @@ class Rows:
         """[rows, entries] summed over queries, as [entries, heads]; the transpose of `spread`."""
         n = self.plan.c.block_n
         return (x if n == 1 else x.reshape(n, -1, x.shape[1]).sum(0)).T
-
-
-class Keys:
-    """One step's keys, of which those from `first` to before `stop` count.
-
-    An entry is one rank of one key. Tiles hold a power of two of ranks a key.
-    """
-
-    def __init__(
-        self, plan: Plan, step: jax.Array, stop: jax.Array | int, first: jax.Array | int = 0
-    ) -> None:
-        self.plan, self.stop, self.first = plan, stop, first
-        self.begin = step * plan.c.block_m
-        self.index = self.begin + span(plan.c.block_m)
-        self.inside = self._count(self.index)
-
-    def _count(self, index: jax.Array) -> jax.Array:
-        inside = index < self.stop
-        if isinstance(self.stop, int) and self.stop % self.plan.c.block_m == 0:
-            inside = jnp.full(index.shape, True)  # the compiler cannot tell
-        if not isinstance(self.first, int) or self.first > 0:
-            inside &= index >= self.first
-        return inside
-
-    def seen(self, rows: Rows, length: jax.Array | int) -> jax.Array:
-        """[rows, keys]: query n of N sees the last `window` keys m < length - (N - 1 - n)."""
-        s, window = self.plan.s, self.plan.window
-        if s.n == 1:
-            return self.inside[None, :]
-        last = (length - (s.n - 1) + rows.query)[:, None]
-        seen = self.index[None, :] < jnp.minimum(last, s.m)
-        return seen if window is None else seen & (self.index[None, :] >= last - window)
-
-    def entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """Which rows of an array [M ranks, ..] they are, and whether they count."""
-        if ranks == 1:
-            return self.index, self.inside
-        key, rank = grouped(self.plan.c.block_m, power_of_two(ranks))
-        inside = self._count(self.begin + key) & (rank < ranks)
-        return (self.begin + key) * ranks + rank, inside
-
-    def odd_entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """Those of odd ranks."""
-        key, rank = grouped(self.plan.c.block_m, power_of_two(ranks) // 2)
-        inside = self._count(self.begin + key) & (2 * rank + 1 < ranks)
-        return (self.begin + key) * ranks + 2 * rank + 1, inside
-
-    def features(self, ranks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Where bk or bv [M ranks, size] has its features."""
-        entry, inside = self.entries(ranks)
-        column = span(tile(size))
-        return entry, column, inside[:, None] & (column < size)[None, :]
-
-    def heads(self, rows: Rows, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Where ak or av [M ranks, H] has these heads."""
-        entry, inside = self.entries(ranks)
-        return entry, rows.first_h + rows.column, inside[:, None] & rows.column_inside[None, :]
-
-    def load_a(self, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
-        """ak or av as [rows, entries], in float32."""
-        if self.plan.pairs:
-            x = self._load_pairs(rows, ref, ranks)
-        elif rows.tile_h > 32 and self.plan.s.h % 2 == 0:
-            x = self._load_groups(rows, ref, ranks)
-        else:
-            x = load(ref, *self.heads(rows, ranks)).T
-        return rows.spread(x.astype(jnp.float32))
-
-    def _load_groups(self, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
-        """Of an array [M ranks, H] these heads, as [heads, entries].
-
-        Loaded as [heads / 16, entries, 16], for shared memory holds tiles in the order of their
-        axes. There 16 heads of one entry are 32 bytes, and those of the next entry follow. In a
-        tile [entries, heads] of 64 heads entries lie 128 bytes apart, all in the same banks, and
-        the eight that are read at once to be transposed are read one after the other.
-        """
-        entry, inside = self.entries(ranks)
-        column, column_inside = (x.reshape(-1, 1, 16) for x in (rows.column, rows.column_inside))
-        i, j = jnp.broadcast_arrays(entry[None, :, None], rows.first_h + column)
-        mask = inside[None, :, None] & column_inside
-        x = plgpu.load(ref.at[i, j], mask=mask, other=0.0)
-        return x.swapaxes(1, 2).reshape(-1, entry.size)
-
-    def _load_pairs(self, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
-        """The same of a flat array [M ranks H], for odd H and an even number of ranks.
-
-        An asynchronous copy takes at least four bytes, two numbers, and begins at an even place.
-        Even ranks begin at an even place: their pairs of numbers are pairs of heads. Odd ranks
-        begin at an odd place p. Their even heads are the second numbers of the pairs from p - 1 on,
-        their odd heads the first numbers of the pairs from p + 1 on.
-        """
-        column = span(rows.tile_h).reshape(-1, 1, 16)
-
-        def load_pairs(
-            entries: tuple[jax.Array, jax.Array], offset: int, stop: jax.Array | int
-        ) -> list[jax.Array]:
-            """First and second numbers, each [heads / 16, 8, entries]."""
-            entry, inside = entries
-            place = 2 * ((entry * self.plan.s.h + rows.first_h + offset) >> 1)
-            mask = inside[None, :, None] & (column < stop)
-            x = plgpu.load(ref.at[place[None, :, None] + column], mask=mask, other=0.0)
-            return unstack(x.reshape(*x.shape[:2], 8, 2).swapaxes(1, 2))
-
-        def of_ranks(x: jax.Array) -> list[jax.Array]:
-            """Those of even ranks and those of odd ranks, each [heads / 16, 8, entries / 2]."""
-            return unstack(x.reshape(*x.shape[:2], -1, 2))
-
-        heads = self.plan.s.h - rows.first_h
-        first, second = (of_ranks(x) for x in load_pairs(self.entries(ranks), 0, heads + 1))
-        odd_of_odd, _ = load_pairs(self.odd_entries(ranks), 1, heads - 1)
-        even_heads = jnp.stack([first[0], second[1]], axis=-1)
-        odd_heads = jnp.stack([second[0], odd_of_odd], axis=-1)
-        x = jnp.stack([even_heads, odd_heads], axis=-1)  # [heads / 16, 8, entries / 2, 2, 2]
-        return x.transpose(0, 4, 1, 2, 3).reshape(rows.tile_h, -1)
-
-
-def sum_ranks(x: jax.Array, ranks: int) -> jax.Array:
-    """[rows, entries] as [rows, keys]"""
-    size = power_of_two(ranks)
-    return x if size == 1 else x.reshape(len(x), -1, size).sum(axis=2)
-
-
-def each_rank(x: jax.Array, ranks: int) -> jax.Array:
-    """[rows, keys] as [rows, entries]; the transpose of `sum_ranks`."""
-    size = power_of_two(ranks)
-    if size == 1:
-        return x
-    return jnp.broadcast_to(x[..., None], (*x.shape, size)).reshape(len(x), -1)
-
-
-def key_range(
-    rows: Rows, length_ref: Ref | None
-) -> tuple[jax.Array | int, jax.Array | int, jax.Array | int]:
-    """The cache's length as given; of what the rows see, the first key and one past the last."""
-    s, c, window = rows.plan.s, rows.plan.c, rows.plan.window
-    length = s.m if length_ref is None else length_ref[0]
-    stop = length
-    if s.n > c.block_n:  # what the last query of these sees
-        stop = jnp.minimum(length, length - (s.n - 1) + rows.first_n + c.block_n - 1)
-    if not isinstance(stop, int):
-        stop = jnp.clip(stop, 0, s.m)
-    if window is None:
-        return length, 0, stop
-    return length, _at_least_0(length - (s.n - 1) + rows.first_n - window), stop
-
-
-def blocks_of_split(
-    plan: Plan, split: jax.Array, first: jax.Array | int, stop: jax.Array | int
-) -> tuple[Any, Any]:
-    """The blocks of keys of one split: the first, and one past the last."""
-    c, begin, end = plan.c, first // plan.c.block_m, pl.cdiv(stop, plan.c.block_m)
-    if plan.batch_invariant:
-        blocks = split_size(plan.s.m) // c.block_m
-        return jnp.maximum(begin, split * blocks), jnp.minimum(end, (split + 1) * blocks)
-    if plan.window is None:
-        return part(split, c.num_splits, end)
-    # A shard that the window does not reach ends before it begins.
-    start, stop = part(split, c.num_splits, _at_least_0(end - begin))
-    return begin + start, begin + stop
-
-
-def _at_least_0(x: jax.Array | int) -> jax.Array | int:
-    return max(x, 0) if isinstance(x, int) else jnp.maximum(x, 0)
-
-
-def part(i: jax.Array, parts: int, blocks: jax.Array | int) -> tuple[Any, Any]:
-    """The i-th of `parts` even parts of `blocks`: first, and one past the last."""
-    return (0, blocks) if parts == 1 else split_evenly(blocks, parts, i)
