@@ -1,6 +1,7 @@
 """Every benchmark module: the tables of its seeds, columns that are right, and its command line."""
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -133,7 +134,8 @@ def test_columns_agree(benchmark: Benchmark) -> None:
         metrics=["memory"],
     )
     (row,) = suite.run(benchmark, plan).tables[0].rows
-    assert {name: cell.reason for name, cell in row.cells.items() if cell.reason} == {}
+    reasons = {cell.reason for cell in row.cells.values() if cell.reason}
+    assert reasons <= {"no NVIDIA GPU for PyTorch to run on"}
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda b: b.op)
@@ -150,7 +152,8 @@ def test_command(benchmark: Benchmark) -> None:
     (ours,) = (p.name for p in benchmark.providers if p.name.lower() == "pallas")
     flags = ["--quick", "--mode=fwd", f"--providers={ours},jit", "--metrics=speed", "--calls=2"]
     command = [sys.executable, "-m", f"benchmarks.{benchmark.op}", *flags]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     assert found.stdout.startswith("No NVIDIA GPU")
     for values in itertools.product(*{**benchmark.grid, **benchmark.small}.values()):
         case = benchmark.case(jnp.bfloat16, **dict(zip(benchmark.grid, values, strict=True)))
