@@ -186,12 +186,14 @@ def _choose_keys(
     num_splits, keys = keys_of_split(1)
     block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
     num_stages = 4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3
-    entries, two_fit = 128, s.has_few_features and block_h > 32
-    if two_fit:
+    entries, most_programs = 128, 1
+    if s.has_few_features and block_h > 32:
         # 64 entries have 32 KiB. Heads that are copied eight at once take 128: of fewer entries
         # they would lie in shared memory as [entries, heads] (see `Keys.load_a`).
         entries, num_stages = (128, 2) if s.h % 8 == 0 else (64, 3)
-        block_m = min(entries, power_of_two(keys))
+        block_m, most_programs = min(entries, power_of_two(keys)), 2
+    elif s.has_few_features and s.most_ranks == 1:
+        block_m, num_stages, most_programs = min(64, block_m), 3, 3 if block_h > 16 else 2
     c = TpaDecodeConfig(
         block_h=block_h,
         block_n=block_n,
@@ -200,10 +202,11 @@ def _choose_keys(
         num_warps=4 if rows * s.tile_e <= 64 * 128 else 8,
         num_stages=num_stages,
     )
-    splits, keys = keys_of_split(2)
     taken = forward_bytes(s, c) * 5 // 6  # nearer than the bound
-    if two_fit and keys >= 512 and taken <= card.shared_memory // 2:
-        c = dataclasses.replace(c, num_splits=splits)
+    for programs in range(2, most_programs + 1):
+        splits, keys = keys_of_split(programs)
+        if keys >= 384 * (programs - 1) and taken <= card.shared_memory // programs:
+            c = dataclasses.replace(c, num_splits=splits)
     return fit(s, c, forward_bytes, card)
 
 
