@@ -21,6 +21,8 @@ from pallas_ops.ops.lrpe_cosine import LrpeCosineConfig as LrpeCosineConfig
 from pallas_ops.ops.lrpe_cosine import lrpe_cosine as lrpe_cosine
 from pallas_ops.ops.lrpe_cosine import md_lrpe_cosine as md_lrpe_cosine
 from pallas_ops.ops.tpa_decode import TpaDecodeConfig as TpaDecodeConfig
+from pallas_ops.ops.tpa_decode import quantize_tpa_factors as quantize_tpa_factors
+from pallas_ops.ops.tpa_decode import tpa_append as tpa_append
 from pallas_ops.ops.tpa_decode import tpa_decode as tpa_decode
 from pallas_ops.ops.tpa_decode import tpa_decode_with_lse as tpa_decode_with_lse
 from pallas_ops.residuals import Residuals as Residuals
@@ -37,8 +39,10 @@ __all__ = (
     "logcumsumexp_with_state",
     "lrpe_cosine",
     "md_lrpe_cosine",
+    "quantize_tpa_factors",
     "reference",
     "target_gpu",
+    "tpa_append",
     "tpa_decode",
     "tpa_decode_with_lse",
 )

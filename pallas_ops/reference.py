@@ -113,6 +113,7 @@ def tpa_decode(
     bv: ArrayLike,
     *,
     lengths: ArrayLike | Sequence[int] | None = None,
+    page_table: ArrayLike | None = None,
     window: SupportsIndex | None = None,
     scale: ArrayLike | None = None,
     scale_q: ArrayLike | None = None,
@@ -123,7 +124,15 @@ def tpa_decode(
 ) -> jax.Array:
     """`pallas_ops.tpa_decode` in jax.numpy."""
     op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
-    given = (aq, ak, av, bq, bk, bv), lengths, scales, window, batch_invariant, axis_name
+    given = (
+        (aq, ak, av, bq, bk, bv),
+        lengths,
+        page_table,
+        scales,
+        window,
+        batch_invariant,
+        axis_name,
+    )
     return op.evaluate(*op.prepare(*given))[0]
 
 
@@ -136,6 +145,7 @@ def tpa_decode_with_lse(
     bv: ArrayLike,
     *,
     lengths: ArrayLike | Sequence[int] | None = None,
+    page_table: ArrayLike | None = None,
     window: SupportsIndex | None = None,
     scale: ArrayLike | None = None,
     scale_q: ArrayLike | None = None,
@@ -146,7 +156,15 @@ def tpa_decode_with_lse(
 ) -> tuple[jax.Array, jax.Array]:
     """`pallas_ops.tpa_decode_with_lse` in jax.numpy."""
     op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
-    given = (aq, ak, av, bq, bk, bv), lengths, scales, window, batch_invariant, axis_name
+    given = (
+        (aq, ak, av, bq, bk, bv),
+        lengths,
+        page_table,
+        scales,
+        window,
+        batch_invariant,
+        axis_name,
+    )
     return op.evaluate(*op.prepare(*given))
 
 
@@ -159,6 +177,7 @@ def tpa_decode_naive(
     bv: ArrayLike,
     *,
     lengths: ArrayLike | Sequence[int] | None = None,
+    page_table: ArrayLike | None = None,
     window: SupportsIndex | None = None,
     scale: ArrayLike | None = None,
     scale_q: ArrayLike | None = None,
@@ -167,5 +186,5 @@ def tpa_decode_naive(
 ) -> jax.Array:
     """`tpa_decode` by materialising q, k and v in their factors' dtypes and attending to them."""
     op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
-    operands = op.prepare((aq, ak, av, bq, bk, bv), lengths, scales, window)
+    operands = op.prepare((aq, ak, av, bq, bk, bv), lengths, page_table, scales, window)
     return op.evaluate(*operands, attention=_naive)[0]

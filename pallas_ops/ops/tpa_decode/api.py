@@ -12,9 +12,11 @@ from pallas_ops.core import checks, forward_mode, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
 from pallas_ops.ops.tpa_decode import reference, vjp
+from pallas_ops.ops.tpa_decode.cache import QUANTISED
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
 
 Struct = jax.ShapeDtypeStruct
+Factors = tuple[jax.Array | None, ...]
 FACTORS = ("aq", "ak", "av", "bq", "bk", "bv")
 SCALES = ("scale", "scale_q", "scale_k", "scale_v")
 
@@ -28,6 +30,7 @@ def tpa_decode(
     bv: ArrayLike,
     *,
     lengths: ArrayLike | Sequence[int] | None = None,
+    page_table: ArrayLike | None = None,
     window: SupportsIndex | None = None,
     scale: ArrayLike | None = None,
     scale_q: ArrayLike | None = None,
@@ -62,10 +65,15 @@ def tpa_decode(
         [B, N, H, D].
       bk: key feature factors [B, M, D], or [B, M, Rk, D].
       bv: value feature factors [B, M, E], or [B, M, Rv, E]. All six have one dtype, or aq and bq
-        are float32 and the others bfloat16 or float16.
+        are float32 and the others bfloat16 or float16, or bk and bv are both int8 or both
+        float8_e4m3fn (see `quantize_tpa_factors`).
       lengths: integers [B] or [], may be traced (`key_value_seq_lengths`): keys m >= lengths[b] do
         not exist, whatever the cache holds there (NaN included). Length 0 gives 0, as does a
         negative one; one above M means M. Default: all M keys exist.
+      page_table: integers [B, pages], may be traced: the cache is a pool that the rows share. ak,
+        av, bk and bv have [P, page_size] in place of [B, M]; token m of row b is at m % page_size
+        of page page_table[b, m // page_size]. A page out of range is taken for the nearest one.
+        `lengths` are then required; the table's entries behind them are not read.
       window: a query sees the last `window` of the keys that it would see otherwise. What no query
         sees is not read. Default: no bound.
       scale: default D**-0.5; scale_q: default 1 / R (1 if bq is None); scale_k: default 1 / Rk;
@@ -82,8 +90,8 @@ def tpa_decode(
       config: launch choices of the forward kernel; None chooses by shape. "xla" takes none.
 
     Returns:
-      [B, N, H, E] in the dtype of aq. Differentiable in all six factors, and in scales that are
-      arrays.
+      [B, N, H, E] in the dtype of aq. Differentiable in all factors that are not quantised, and in
+      scales that are arrays. Through a page table the gradient is the reference's.
 
     Raises:
       ValueError, TypeError: while tracing, naming the argument, its value and what is accepted.
@@ -96,6 +104,7 @@ def tpa_decode(
         *prepare(
             (aq, ak, av, bq, bk, bv),
             lengths,
+            page_table,
             (scale, scale_q, scale_k, scale_v),
             window,
             batch_invariant,
@@ -115,6 +124,7 @@ def tpa_decode_with_lse(
     bv: ArrayLike,
     *,
     lengths: ArrayLike | Sequence[int] | None = None,
+    page_table: ArrayLike | None = None,
     window: SupportsIndex | None = None,
     scale: ArrayLike | None = None,
     scale_q: ArrayLike | None = None,
@@ -134,6 +144,7 @@ def tpa_decode_with_lse(
         *prepare(
             (aq, ak, av, bq, bk, bv),
             lengths,
+            page_table,
             (scale, scale_q, scale_k, scale_v),
             window,
             batch_invariant,
@@ -154,13 +165,14 @@ class Scales(NamedTuple):
 def prepare(
     factors: Sequence[ArrayLike | None],
     lengths: ArrayLike | Sequence[int] | None,
+    page_table: ArrayLike | None,
     scales: Sequence[ArrayLike | None],
     window: SupportsIndex | None = None,
     batch_invariant: bool | np.bool_ = False,
     axis_name: str | None = None,
     implementation: Implementation | None = "xla",
     config: TpaDecodeConfig | None = None,
-) -> tuple[vjp.Params, str | None, tuple[jax.Array | None, ...], jax.Array | None, Scales]:
+) -> tuple[vjp.Params, str | None, Factors, jax.Array | None, jax.Array | None, Scales]:
     """What `evaluate` takes, or a refusal."""
     checks.axis_name(axis_name)
     arrays: Any = tuple(
@@ -168,9 +180,10 @@ def prepare(
         for name, x in zip(FACTORS, factors, strict=True)
     )
     lengths = checks.optional_array("lengths", lengths)
+    table = checks.optional_array("page_table", page_table)
     dtype = wide(arrays[0].dtype)
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
-    signatures = map(checks.signature, (*arrays, lengths))
+    signatures = map(checks.signature, (*arrays, lengths, table))
     facts: Any = (*signatures, window, batch_invariant, axis_name, implementation, config)
     sizes, static = _check(*facts)
     query, value = reference.scales(*sizes, *given)
@@ -181,7 +194,7 @@ def prepare(
         **static,
     )
     arrays_of = (x if isinstance(x, jax.Array) else None for x in (query, value))
-    return params, axis_name, arrays, lengths, Scales(*arrays_of)
+    return params, axis_name, arrays, lengths, table, Scales(*arrays_of)
 
 
 @checks.cached
@@ -193,6 +206,7 @@ def _check(
     bk: Struct,
     bv: Struct,
     lengths: Struct | None,
+    page_table: Struct | None,
     window: SupportsIndex | None,
     batch_invariant: bool | np.bool_,
     axis_name: str | None,
@@ -202,12 +216,14 @@ def _check(
     """D, R, Rk, Rv and static arguments, or a refusal; of what can be hashed, so it runs once."""
     checks.implementation(implementation, config, TpaDecodeConfig)
     arrays = dict(aq=aq, ak=ak, av=av, bk=bk, bv=bv) | ({} if bq is None else dict(bq=bq))
-    sizes = {"Rk": 1, "Rv": 1} | _sizes(arrays, lengths)
+    sizes = {"Rk": 1, "Rv": 1} | _sizes(arrays, lengths, page_table)
     _check_dtypes(arrays)
     if window is not None:
         window = min(checks.integer("window", window, least=1), checks.LONGEST)
         if axis_name is None and isinstance(sizes["M"], int) and window >= sizes["M"]:
             window = None
+    if page_table is not None and axis_name is not None:
+        raise ValueError("page_table and axis_name are both given; accepted: one of them")
     batch_invariant = checks.flag("batch_invariant", batch_invariant)
     if batch_invariant and config is not None:
         raise ValueError("config and batch_invariant are both given; accepted: one of them")
@@ -215,34 +231,50 @@ def _check(
         raise ValueError(f"config.block_m is {config.block_m}; accepted: 16 or more for one rank")
     rows = {f"N * {x}": sizes["N"] * sizes[x] for x in "HR" if x in sizes}
     rows |= {f"M * {x}": sizes["M"] * sizes[x] for x in ("Rk", "Rv")}
+    if page_table is not None:
+        keys = sizes["P"] * sizes["page_size"]
+        rows |= {f"P * page_size * {x}": keys * sizes[x] for x in ("Rk", "Rv")}
     implementation = checks.kernel_or_reference(implementation, aq.dtype, sizes | rows)
     static = dict(implementation=implementation, window=window, batch_invariant=batch_invariant)
     return tuple(sizes.get(letter) for letter in ("D", "R", "Rk", "Rv")), static
 
 
-def _sizes(arrays: dict[str, Struct], lengths: Struct | None) -> dict[str, int]:
+def _sizes(
+    arrays: dict[str, Struct], lengths: Struct | None, page_table: Struct | None
+) -> dict[str, int]:
     """By letter. aq comes last: of its axes the others tell which are the heads."""
     axes, query = checks.Axes(), "B N H D"
+    cache = "B M" if page_table is None else "P page_size"
     if "bq" in arrays:
         query = "B N H R"
         axes.check("bq", arrays["bq"], "B N R D")
     for letter, width in (("k", "D"), ("v", "E")):
         a, b = arrays[f"a{letter}"], arrays[f"b{letter}"]
-        forms = ("B M", f"B M R{letter}")
+        forms = (cache, f"{cache} R{letter}")
         axes.check(f"a{letter}", a, *(f"{form} H" for form in forms))
         axes.check(f"b{letter}", b, f"{forms[len(a.shape) - 3]} {width}")
     axes.check("aq", arrays["aq"], query)
     if lengths is not None:
         checks.integers("lengths", lengths)
         axes.check("lengths", lengths, "", "B")
+    if page_table is not None:
+        checks.integers("page_table", page_table)
+        axes.check("page_table", page_table, "B pages")
+        if lengths is None:
+            raise ValueError("lengths is None; accepted: integers [B] or [], for there are pages")
+        axes.learn("page_table", M=axes.sizes["pages"] * axes.sizes["page_size"])
     return axes.sizes
 
 
 def _check_dtypes(arrays: dict[str, Struct]) -> None:
     """One of the queries, and one of the cache, which may be narrower."""
     for name, x in arrays.items():
-        checks.floating(name, x)
-    checks.same_dtype("ak", "av", "bk", "bv", arrays=arrays)
+        if name not in ("bk", "bv") or x.dtype not in QUANTISED:
+            checks.floating(name, x)
+    checks.same_dtype("ak", "av", arrays=arrays)
+    checks.same_dtype("bk", "bv", arrays=arrays)
+    if arrays["bk"].dtype not in QUANTISED:
+        checks.same_dtype("ak", "bk", arrays=arrays)
     checks.same_dtype("aq", *(name for name in arrays if name == "bq"), arrays=arrays)
     query, cache = arrays["aq"].dtype, arrays["ak"].dtype
     if query != cache and not (query == jnp.float32 and cache.itemsize == 2):
@@ -252,11 +284,26 @@ def _check_dtypes(arrays: dict[str, Struct]) -> None:
         )
 
 
+@jax.custom_jvp
+def no_gradient(x: jax.Array) -> jax.Array:
+    """A quantised factor: a TypeError where it is differentiated."""
+    return x
+
+
+@no_gradient.defjvp
+def _(primals: Any, _: Any) -> Any:
+    raise TypeError(
+        f"tpa_decode is differentiated in a factor of dtype {primals[0].dtype}; accepted: in "
+        "factors that are not quantised"
+    )
+
+
 def evaluate(
     params: vjp.Params,
     axis_name: str | None,
     factors: tuple[jax.Array | None, ...],
     lengths: jax.Array | None,
+    page_table: jax.Array | None,
     scales: Scales,
     attention: Callable[..., Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -267,16 +314,21 @@ def evaluate(
         aq = aq.astype(full) * scales.query.astype(full)
         bq = None if bq is None else bq.astype(full)
     ak, av, bk, bv = reference.with_ranks(ak, av, bk, bv)
-    if lengths is not None:  # any integers; below 0 and 0 mean the same
-        most = min(jnp.iinfo(lengths.dtype).max, jnp.iinfo(jnp.int32).max)
-        lengths = jnp.clip(lengths, 0, most).astype(jnp.int32)
+    if bk.dtype != ak.dtype:
+        bk, bv = no_gradient(bk), no_gradient(bv)
+    if lengths is not None:  # below 0 and 0 mean the same
+        lengths = reference.as_int32(lengths)
     n, m = aq.shape[1], ak.shape[1]
+    if page_table is not None:
+        m *= page_table.shape[1]
     lengths = reference.local_lengths(lengths, n, m, params.window, axis_name)
     if lengths is not None:
         lengths = jnp.broadcast_to(lengths, aq.shape[:1])
-    operands: Any = vary.unify(aq, ak, av, bq, bk, bv, lengths)
+    tables = () if page_table is None else (reference.as_int32(page_table),)
+    operands: Any = vary.unify(aq, ak, av, bq, bk, bv, lengths, *tables)
     if params.implementation != "xla":
-        attention, operands = vjp.attention, forward_mode.refuse("tpa_decode", *operands)
+        attention = vjp.paged_attention if tables else vjp.attention
+        operands = forward_mode.refuse("tpa_decode", *operands)
     attention = attention or vjp.reference
     further = axis_name is not None or scales.value is not None
     out, lse = attention(params, (full if further else dtype).name, *operands)

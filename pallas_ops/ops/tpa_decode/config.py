@@ -47,6 +47,7 @@ class Sizes:
     dtype: str  # of the cache
     wide_queries: bool = False  # whether aq and bq are float32 beside a cache of 16 bits
     has_bq: bool = True  # else aq is q itself, and r is D
+    quantised: str | None = None  # the dtype of bk and bv where they have 8 bits
 
     @property
     def tile_r(self) -> int:
@@ -105,8 +106,13 @@ class Sizes:
         """Bytes of the buffers of one key and so many heads: each stage but the last has one."""
         if self.has_pairs(c.block_h):
             heads = heads * 3 // 2
-        numbers = self.tile_rk * (heads + self.tile_d) + self.tile_rv * (heads + self.tile_e)
-        return max(c.num_stages - 1, 1) * numbers * (4 if self.dtype == "float32" else 2)
+        width = 4 if self.dtype == "float32" else 2
+        heads *= (self.tile_rk + self.tile_rv) * width
+        features = self.tile_rk * self.tile_d + self.tile_rv * self.tile_e
+        buffers = max(c.num_stages - 1, 1)
+        if self.quantised:  # and widened for the products
+            return buffers * (heads + features) + width * features
+        return buffers * (heads + width * features)
 
 
 def tile(size: int) -> int:

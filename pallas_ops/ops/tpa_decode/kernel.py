@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core import card
-from pallas_ops.core.backend import plgpu
+from pallas_ops.core.backend import NoKernelError, plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose, tile
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, choose, tile
 from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, each_rank, key_range, sum_ranks
 from pallas_ops.ops.tpa_decode.matmul import dot
 from pallas_ops.ops.tpa_decode.tiles import (
@@ -45,6 +45,7 @@ def forward(
     bk: jax.Array,
     bv: jax.Array,
     lengths: jax.Array | None,
+    page_table: jax.Array | None = None,
     *,
     score_scale: float,
     value_scale: float,
@@ -53,14 +54,22 @@ def forward(
     out_dtype: str,
     config: TpaDecodeConfig | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """out [B, N, H, E] and lse [B, N, H] of factors with a rank axis."""
-    s = sizes(aq, ak, av, bq, bk, bv)
+    """out [B, N, H, E] and lse [B, N, H] of factors with a rank axis.
+
+    With a page table the cache's factors have [pages, page size] in place of [B, M].
+    """
+    s = sizes(aq, ak, av, bq, bk, bv, page_table)
+    _check_card(s)
     c = config or choose(s, card.current(), batch_invariant=batch_invariant)
-    plan = Plan(s, c, score_scale, value_scale, window, batch_invariant)
+    pages = None if page_table is None else (ak.shape[0], ak.shape[1])
+    plan = Plan(s, c, score_scale, value_scale, window, batch_invariant, pages)
     rows, splits = s.n * s.h, c.num_splits
-    heads = flat(aq, 3), *(x.reshape(s.b, -1) if plan.pairs else flat(x, 3) for x in (ak, av))
+    if pages is not None:  # one cache for the whole batch
+        ak, av, bk, bv = (x.reshape(1, -1, *x.shape[2:]) for x in (ak, av, bk, bv))
+    ak, av = (x.reshape(len(x), -1) if plan.pairs else flat(x, 3) for x in (ak, av))
     features = (None if x is None else flat(x, 3) for x in (bq, bk, bv))
-    operands = (*heads, *features, None if lengths is None else lengths[:, None])
+    lengths = None if lengths is None else lengths[:, None]
+    operands = flat(aq, 3), ak, av, *features, lengths, page_table
     dtype = jnp.dtype(out_dtype if splits == 1 else jnp.float32)
     out, lse = launch(
         partial(_forward_kernel, plan=plan),
@@ -83,6 +92,14 @@ def forward(
         # Blocks of one size add up in one order, however many splits the cache's size makes.
         out, lse = _merge(out, lse, out_dtype, 32 if batch_invariant else tile(splits))
     return out.reshape(s.b, s.n, s.h, s.e), lse.reshape(s.b, s.n, s.h)
+
+
+def _check_card(s: Sizes) -> None:
+    if s.quantised and s.quantised.startswith("float8") and card.current().capability < 89:
+        raise NoKernelError(
+            f"tpa_decode has no kernel for {s.quantised} on {card.current()}; accepted: "
+            "implementation=None or 'xla', which run jax.numpy"
+        )
 
 
 def _merge(
@@ -121,6 +138,7 @@ def _forward_kernel(
     bk_ref: Ref,  # [M Rk, D]
     bv_ref: Ref,  # [M Rv, E]
     length_ref: Ref | None,  # [1]
+    table_ref: Ref | None,  # [pages of the row]; ak to bv then have all rows' pages
     out_ref: Ref,  # [N H, E]
     lse_ref: Ref,  # [N H]
     *,
@@ -134,10 +152,11 @@ def _forward_kernel(
     scale = plan.score_scale * LOG2E
 
     def step(i: jax.Array, states: list[State]) -> list[State]:
-        keys, stored = Keys(plan, i, limit, first_key), Keys(plan, i, s.m)
-        bk = load(bk_ref, *stored.features(s.rk, s.d))
+        keys = Keys(plan, i, limit, first_key, table_ref)
+        stored = keys if plan.pages else Keys(plan, i, s.m)
+        bk = stored.load_b(bk_ref, s.rk, s.d)
         inner = bk.T if bq is None else scale * dot(bq, bk.T, pieces=3)
-        bv = load(bv_ref, *keys.features(s.rv, s.e))
+        bv = keys.load_b(bv_ref, s.rv, s.e)
 
         def of(rows: Rows, aq: jax.Array, state: State) -> State:
             top, total, acc = state

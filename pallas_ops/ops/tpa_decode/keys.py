@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
@@ -15,13 +16,19 @@ from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, grouped, load
 class Keys:
     """One step's keys, of which those from `first` to before `stop` count.
 
-    An entry is one rank of one key. Tiles hold a power of two of ranks a key.
+    An entry is one rank of one key. Tiles hold a power of two of ranks a key. With a page table
+    [pages], key m is at place m % size of page table[m // size].
     """
 
     def __init__(
-        self, plan: Plan, step: jax.Array, stop: jax.Array | int, first: jax.Array | int = 0
+        self,
+        plan: Plan,
+        step: jax.Array,
+        stop: jax.Array | int,
+        first: jax.Array | int = 0,
+        table_ref: Ref | None = None,
     ) -> None:
-        self.plan, self.stop, self.first = plan, stop, first
+        self.plan, self.stop, self.first, self.table_ref = plan, stop, first, table_ref
         self.begin = step * plan.c.block_m
         self.index = self.begin + span(plan.c.block_m)
         self.inside = self._count(self.index)
@@ -46,22 +53,40 @@ class Keys:
     def entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
         """Which rows of an array [M ranks, ..] they are, and whether they count."""
         if ranks == 1:
-            return self.index, self.inside
+            return self._place(self.index, self.inside), self.inside
         key, rank = grouped(self.plan.c.block_m, power_of_two(ranks))
-        inside = self._count(self.begin + key) & (rank < ranks)
-        return (self.begin + key) * ranks + rank, inside
+        key += self.begin
+        inside = self._count(key)
+        return self._place(key, inside) * ranks + rank, inside & (rank < ranks)
 
     def odd_entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
         """Those of odd ranks."""
         key, rank = grouped(self.plan.c.block_m, power_of_two(ranks) // 2)
-        inside = self._count(self.begin + key) & (2 * rank + 1 < ranks)
-        return (self.begin + key) * ranks + 2 * rank + 1, inside
+        key += self.begin
+        inside = self._count(key)
+        return self._place(key, inside) * ranks + 2 * rank + 1, inside & (2 * rank + 1 < ranks)
+
+    def _place(self, key: jax.Array, inside: jax.Array) -> jax.Array:
+        """Where keys are in the cache. A page out of range is taken for the nearest one."""
+        if self.table_ref is None:
+            return key
+        assert self.plan.pages is not None
+        number, size = self.plan.pages
+        if size % self.plan.c.block_m == 0:  # a block is within one page
+            page = self.table_ref[lax.div(self.begin, size)]
+            return key + (jnp.clip(page, 0, number - 1) * size - lax.div(self.begin, size) * size)
+        page = plgpu.load(self.table_ref.at[lax.div(key, size)], mask=inside, other=0)
+        return jnp.clip(page, 0, number - 1) * size + lax.rem(key, size)
 
     def features(self, ranks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Where bk or bv [M ranks, size] has its features."""
         entry, inside = self.entries(ranks)
         column = span(tile(size))
         return entry, column, inside[:, None] & (column < size)[None, :]
+
+    def load_b(self, ref: Ref, ranks: int, size: int) -> jax.Array:
+        """bk or bv as [entries, size], in the dtype of the head factors."""
+        return load(ref, *self.features(ranks, size)).astype(self.plan.s.dtype)
 
     def heads(self, rows: Rows, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Where ak or av [M ranks, H] has these heads."""

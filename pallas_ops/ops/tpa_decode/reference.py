@@ -53,6 +53,12 @@ def _size(x: Any) -> Any:
     return max(x, 1) if isinstance(x, int) else jnp.asarray(x, jnp.float32)
 
 
+def as_int32(x: jax.Array) -> jax.Array:
+    """Integers of any dtype, clipped to those from 0 that int32 has."""
+    most = min(jnp.iinfo(x.dtype).max, jnp.iinfo(jnp.int32).max)
+    return jnp.clip(x, 0, most).astype(jnp.int32)
+
+
 def local_lengths(
     lengths: jax.Array | None, n: int, m: int, window: int | None, axis_name: AxisName | None
 ) -> jax.Array | None:
@@ -94,11 +100,29 @@ def _between(first: jax.Array | None, stop: jax.Array, m: int) -> jax.Array:
     return seen if first is None else seen & (key >= first[..., None])
 
 
+def from_pages(table: jax.Array, *factors: jax.Array) -> tuple[jax.Array, ...]:
+    """Pools [P, page size, ...] as each row's [B, M, ...]; a page out of range is the nearest."""
+    table = jnp.clip(table, 0, len(factors[0]) - 1)
+    return tuple(
+        jnp.take(x, table, axis=0, mode="clip").reshape(len(table), -1, *x.shape[2:])
+        for x in factors
+    )
+
+
 def existing(seen: jax.Array | None, *factors: jax.Array) -> tuple[jax.Array, ...]:
     """Factors [B, M, rank, x], zero where nobody sees a key, for there they may hold NaN."""
     if seen is None:
         return factors
     return tuple(jnp.where(seen[:, :, None, None], x, jnp.zeros_like(x)) for x in factors)
+
+
+def dequantised(like: jax.Array, b: jax.Array) -> jax.Array:
+    """Feature factors in the dtype of the head factors, which holds all that 8 bits can be."""
+    return (
+        b
+        if jnp.issubdtype(b.dtype, jnp.floating) and b.dtype.itemsize > 1
+        else b.astype(like.dtype)
+    )
 
 
 def attend(
@@ -116,6 +140,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp in float32; ak, av, bk, bv have a rank axis."""
     n, m = aq.shape[1], ak.shape[1]
+    bk, bv = dequantised(ak, bk), dequantised(av, bv)
     ak, av, bk, bv = existing(by_any(lengths, n, m, window), ak, av, bk, bv)
     seen = by_query(lengths, n, m, window)
     if bq is None:
@@ -186,6 +211,7 @@ def attend_naive(
 ) -> jax.Array:
     """The output of `attend`, by materialising q, k and v in their factors' dtypes."""
     n, m = aq.shape[1], ak.shape[1]
+    bk, bv = dequantised(ak, bk), dequantised(av, bv)
     ak, av, bk, bv = existing(by_any(lengths, n, m, window), ak, av, bk, bv)
     seen = by_query(lengths, n, m, window)
     q = aq if bq is None else _einsum("bnhr,bnrd->bnhd", aq, bq).astype(aq.dtype)

@@ -23,6 +23,7 @@ class Plan:
     value_scale: float
     window: int | None = None
     batch_invariant: bool = False
+    pages: tuple[int, int] | None = None  # how many there are, and how many keys each has
 
     @property
     def pairs(self) -> bool:
@@ -50,9 +51,12 @@ def sizes(
     bq: jax.Array | None,
     bk: jax.Array,
     bv: jax.Array,
+    page_table: jax.Array | None = None,
 ) -> Sizes:
     b, n, h, r = aq.shape
     _, m, rk, _ = ak.shape
+    if page_table is not None:
+        m *= page_table.shape[1]
     return Sizes(
         b=b,
         n=n,
@@ -66,6 +70,7 @@ def sizes(
         dtype=ak.dtype.name,
         wide_queries=aq.dtype != ak.dtype,
         has_bq=bq is not None,
+        quantised=None if bk.dtype == ak.dtype else bk.dtype.name,
     )
 
 
@@ -75,14 +80,14 @@ def flat(x: jax.Array, split: int) -> jax.Array:
 
 
 def per_batch(x: jax.Array) -> pl.BlockSpec:
-    """All of an array but its batch axis, which is the last of the grid."""
-    ndim = x.ndim
-    return pl.BlockSpec((None, *x.shape[1:]), lambda *ids: (ids[-1], *(0,) * (ndim - 1)))
+    """All of an array but its batch axis, the last of the grid, along which it may have size 1."""
+    rest = (0,) * (x.ndim - 1)
+    return pl.BlockSpec((None, *x.shape[1:]), lambda *ids: (ids[-1] if len(x) > 1 else 0, *rest))
 
 
 def load(ref: Ref, i: jax.Array, j: jax.Array, mask: jax.Array) -> jax.Array:
     """The tile ref[i, j], 0 outside the mask."""
-    return plgpu.load(ref.at[i[:, None], j[None, :]], mask=mask, other=0.0)
+    return plgpu.load(ref.at[i[:, None], j[None, :]], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def store(ref: Ref, value: jax.Array, i: jax.Array, j: jax.Array, mask: jax.Array) -> None:

@@ -22,6 +22,8 @@ from pallas_ops.ops.tpa_decode.reference import (
     attend,
     attend_naive,
     by_row,
+    dequantised,
+    from_pages,
     local_lengths,
     merge_shards,
 )
@@ -66,7 +68,16 @@ def naive(
     run: Any = partial(
         attend_naive, score_scale=p.score_scale, value_scale=p.value_scale, window=p.window
     )
-    return run(*operands).astype(out_dtype), None
+    return run(*without_pages(*operands)).astype(out_dtype), None
+
+
+def without_pages(*operands: Any) -> tuple[Any, ...]:
+    """The six factors and the lengths, with each row's own cache."""
+    if len(operands) == 7:
+        return operands
+    aq, ak, av, bq, bk, bv, lengths, table = operands
+    ak, av, bk, bv = from_pages(table, ak, av, bk, bv)
+    return aq, ak, av, bq, bk, bv, lengths
 
 
 def _forward_reference(
@@ -77,6 +88,7 @@ def _forward_reference(
     **static: Any,
 ) -> tuple[jax.Array, jax.Array]:
     del config  # a launch choice
+    operands = without_pages(*operands)
     run: Any = partial(attend, **static)
     out, lse = by_row(run, operands) if batch_invariant else run(*operands)
     return out.astype(out_dtype), lse
@@ -133,6 +145,15 @@ FORWARD = Op(
 )
 
 
+PAGED = dataclasses.replace(
+    FORWARD,
+    name="tpa_decode_paged",
+    operands=(*(x.replace("b m", "p s") for x in FACTORS), "b", "b t"),
+    unsharded=(*UNSHARDED, "p", "s", "t"),
+    shards={},
+)
+
+
 @functools.cache
 def backward_op(has_bq: bool) -> Op:
     """The gradients of those factors that there are."""
@@ -150,6 +171,15 @@ def backward_op(has_bq: bool) -> Op:
         added_once=((10, "e"),),
         shards={"m": Shards(local=_of_shard)},
     )
+
+
+def paged_attention(
+    p: Params, out_dtype: str, *operands: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`attention` through a page table, the last operand; it has the reference's gradient."""
+    static = p.static | dict(out_dtype=out_dtype, config=p.config)
+    out, lse = call(PAGED, *operands, implementation=p.implementation, **static)
+    return out, lse
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -172,11 +202,14 @@ def _forward(p: Params, out_dtype: str, *operands: jax.Array | None):  # type: i
 
 def _backward(p: Params, out_dtype: str, saved, cotangents):  # type: ignore[no-untyped-def]
     operands, out, lse = saved
-    has_bq = operands[3] is not None
-    grads = list(
+    ak, bk, has_bq = operands[1], operands[4], operands[3] is not None
+    features = (dequantised(ak, x) for x in operands[4:6])
+    grads: list[jax.Array | None] = list(
         call(
             backward_op(has_bq),
-            *operands,
+            *operands[:4],
+            *features,
+            operands[LENGTHS],
             out,
             lse,
             *cotangents,
@@ -185,7 +218,9 @@ def _backward(p: Params, out_dtype: str, saved, cotangents):  # type: ignore[no-
         )
     )
     if not has_bq:
-        grads.insert(3, None)  # type: ignore[arg-type]
+        grads.insert(3, None)
+    if bk.dtype != ak.dtype:
+        grads[4:] = None, None
     return *reshard_like(grads, operands), None
 
 

@@ -1,0 +1,158 @@
+"""The cache of tpa_decode: new tokens written into it, and feature factors in eight bits."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_ops.core import checks
+from pallas_ops.core.dtypes import wide
+from pallas_ops.ops.tpa_decode.reference import as_int32
+
+Tree = TypeVar("Tree")
+QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
+
+
+def tpa_append(
+    cache: Tree,
+    new: Tree,
+    lengths: ArrayLike | Sequence[int],
+    *,
+    page_table: ArrayLike | None = None,
+) -> Tree:
+    """Writes each row's new tokens behind the ones it has: cache[b, lengths[b] + i] = new[b, i].
+
+    In place where the cache is donated (`jax.jit(..., donate_argnames=...)`).
+
+    Args:
+      cache: an array [B, M, ...], or a tree of them, of any dtypes: ak, av, bk and bv say. With a
+        page table, pools [P, page_size, ...].
+      new: the same with [B, n, ...], in the dtypes of the cache.
+      lengths: integers [B] or [], may be traced: the tokens that each row has already. A token
+        whose place is out of range (behind M, or of a row with a negative length) is not written.
+      page_table: integers [B, pages], may be traced: token m of row b lies in page
+        page_table[b, m // page_size], at m % page_size. A token whose page is out of range is not
+        written; rows that write to one page must not write to one place.
+
+    Returns:
+      The cache with the tokens in it.
+
+    Raises:
+      ValueError, TypeError: while tracing, naming the argument, its value and what is accepted.
+    """
+    lengths = checks.array("lengths", lengths)
+    table = checks.optional_array("page_table", page_table)
+    checks.integers("lengths", lengths)
+    if table is not None:
+        checks.integers("page_table", table)
+    trees: Any = jax.tree.structure(cache), jax.tree.structure(new)
+    if trees[0] != trees[1]:
+        raise ValueError(f"new is a tree {trees[1]}; accepted: one like that of cache, {trees[0]}")
+
+    def write(path: Any, old: Any, tokens: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        old, tokens = checks.array(f"cache{name}", old), checks.array(f"new{name}", tokens)
+        _check_append(name, old, tokens, lengths, table)
+        return _append(old, tokens, lengths, table)
+
+    written: Tree = jax.tree.map_with_path(write, cache, new)
+    return written
+
+
+def _check_append(
+    name: str, old: jax.Array, tokens: jax.Array, lengths: jax.Array, table: jax.Array | None
+) -> None:
+    axes = checks.Axes()
+    further = "".join(f" ,{i}" for i in range(old.ndim - 2))
+    axes.check(f"cache{name}", old, ("B M" if table is None else "P page_size") + further)
+    axes.check(f"new{name}", tokens, "B n" + further)
+    axes.check("lengths", lengths, "", "B")
+    if table is not None:
+        axes.check("page_table", table, "B pages")
+    if tokens.dtype != old.dtype:
+        raise TypeError(
+            f"new{name}.dtype is '{tokens.dtype}'; accepted: that of the cache, {old.dtype}"
+        )
+
+
+def _append(
+    old: jax.Array, tokens: jax.Array, lengths: jax.Array, table: jax.Array | None
+) -> jax.Array:
+    b, n = tokens.shape[:2]
+    size = old.shape[1]
+    m = size if table is None else size * table.shape[1]
+    begin = jnp.minimum(as_int32(lengths), m)
+    begin = jnp.broadcast_to(jnp.where(lengths < 0, m, begin), (b,))
+    place = begin[:, None] + jnp.arange(n, dtype=jnp.int32)
+    if table is None:
+
+        def write(row: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
+            return row.at[place].set(tokens, mode="drop", unique_indices=True)
+
+        # As a batched scatter, which stays sharded along the batch.
+        return jax.vmap(write)(old, place, tokens)
+    page = jnp.take_along_axis(table, place // size, axis=1, mode="fill", fill_value=-1)
+    page = jnp.where((page >= 0) & (page < old.shape[0]), page, old.shape[0])
+    return old.at[page, place % size].set(tokens, mode="drop", unique_indices=True)
+
+
+def quantize_tpa_factors(
+    a: ArrayLike, b: ArrayLike, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """The outer product a b with b in eight bits: (a s, b / s) for a power of two s a token.
+
+        s = the least power of two with max |b| / s <= 127 (int8) or 448 (float8_e4m3fn)
+
+    `tpa_decode` takes the two in place of ak and bk, or of av and bv. Scores and values are linear
+    in a, so s needs no place of its own, and multiplying by it changes no digit of a (in float16,
+    whose exponents are few, a s may be subnormal). What is lost is the rounding of b / s.
+
+    Args:
+      a: head factors [..., H]; bfloat16, float16 or float32.
+      b: feature factors [..., D], with the same leading axes: one s each.
+      dtype: int8 or float8_e4m3fn.
+
+    Returns:
+      a s in the dtype of a, and b / s rounded to the nearest in `dtype`. Finite factors give finite
+      ones; a is NaN where b is not finite.
+
+    Raises:
+      ValueError, TypeError: while tracing, naming the argument, its value and what is accepted.
+    """
+    a, b = checks.array("a", a), checks.array("b", b)
+    checks.floating("a", a)
+    checks.floating("b", b)
+    if not any(dtype == each for each in QUANTISED):
+        raise ValueError(f"{checks.shown('dtype', dtype)}; accepted: int8 or float8_e4m3fn")
+    if not a.ndim or not b.ndim or a.shape[:-1] != b.shape[:-1]:
+        raise ValueError(
+            f"b.shape is {b.shape}; accepted: [..., D] with the leading axes of a.shape {a.shape}"
+        )
+    is_int = dtype == jnp.int8
+    top = 127.0 if is_int else float(jnp.finfo(dtype).max)
+    y = b.astype(wide(b.dtype))
+    known = jnp.isfinite(y).all(axis=-1, keepdims=True)
+    y = jnp.where(known, y, 0)
+    half, exponent = jnp.frexp(_largest(y) / top)
+    s = jnp.ldexp(jnp.ones_like(half), _in_range(exponent - (half == 0.5), a))
+    y = jnp.clip(jnp.round(y / s) if is_int else y / s, -top, top)
+    x = a.astype(wide(a.dtype)) * jnp.where(known, s, jnp.nan).astype(wide(a.dtype))
+    return x.astype(a.dtype), y.astype(dtype)
+
+
+def _in_range(exponent: jax.Array, a: jax.Array) -> jax.Array:
+    """The nearest one at which a is finite and, where its dtype has exponents of 8 bits, normal."""
+    info = jnp.finfo(a.dtype)
+    x = jnp.abs(a.astype(wide(a.dtype)))
+    most = jnp.frexp(float(info.max) / jnp.maximum(_largest(x), 1))[1] - 1
+    least = jnp.full_like(most, -126)
+    if info.nexp >= 8:
+        smallest = jnp.min(x, axis=-1, keepdims=True, where=x > 0, initial=1.0)
+        least = jnp.maximum(least, jnp.frexp(float(info.tiny) / smallest)[1])
+    return jnp.clip(exponent, jnp.minimum(least, most), jnp.minimum(most, 127))
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0.0)
