@@ -57,12 +57,14 @@ def negate_half_width(m: Machine, i: Instruction) -> None:
     m.write(i.operands[0], m.read(i.operands[1], "u16") ^ np.uint16(0x8000))
 
 
-@instruction(r"max\.bf16x2")
-def larger_two(m: Machine, i: Instruction) -> None:
+@instruction(r"(max|sub\.rn)\.bf16x2")
+def pairs_of_half_width(m: Machine, i: Instruction) -> None:
+    fn = _larger if i.words[0] == "max" else np.subtract
     a, b = (m.read(x, "u32") for x in i.operands[1:])
-    low = _larger(*((x << np.uint32(16)).view(np.float32) for x in (a, b)))
-    high = _larger(*((x & np.uint32(0xFFFF0000)).view(np.float32) for x in (a, b)))
-    m.write(i.operands[0], high.view(np.uint32) | low.view(np.uint32) >> np.uint32(16))
+    low = fn(*((x << np.uint32(16)).view(np.float32) for x in (a, b)))
+    high = fn(*((x & np.uint32(0xFFFF0000)).view(np.float32) for x in (a, b)))
+    high, low = (x.astype(TYPES["bf16"]).view(np.uint16).astype(np.uint32) for x in (high, low))
+    m.write(i.operands[0], high << np.uint32(16) | low)
 
 
 @instruction(r"mad\.lo\.[su](16|32|64)")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from tests.ptx.machine import TYPES, Machine, instruction
@@ -16,7 +17,8 @@ def move(m: Machine, i: Instruction) -> None:
 
 
 @instruction(r"cvt\.[su](16|32|64)\.[su](8|16|32|64)")
-@instruction(r"cvt\.f32\.(bf16|f16)|cvt\.rn\.(bf16|f16)\.f32|cvt\.rn\.f32\.[su](16|32|64)")
+@instruction(r"cvt\.f32\.(bf16|f16)|cvt\.rn\.(bf16|f16)\.f32|cvt\.rn\.f(16|32)\.[su](16|32|64)")
+@instruction(r"cvt\.bf16\.f16")
 def convert(m: Machine, i: Instruction) -> None:
     to, of = i.words[-2:]
     m.write(i.operands[0], m.read(i.operands[1], of).astype(TYPES[to]))
@@ -26,6 +28,22 @@ def convert(m: Machine, i: Instruction) -> None:
 def convert_two(m: Machine, i: Instruction) -> None:
     to = TYPES[i.words[2][:-2]]
     high, low = (m.read(x, "f32").astype(to).view(np.uint16) for x in i.operands[1:])
+    m.write(i.operands[0], high.astype(np.uint32) << np.uint32(16) | low)
+
+
+@instruction(r"cvt\.s8\.s32")
+def convert_to_byte(m: Machine, i: Instruction) -> None:
+    """With its sign throughout the register, of 16 bits."""
+    m.write(i.operands[0], m.read(i.operands[1], "s32").astype(np.int8).astype(np.int16))
+
+
+@instruction(r"cvt\.rn\.f16x2\.e4m3x2")
+def widen_two(m: Machine, i: Instruction) -> None:
+    x = m.read(i.operands[1], "u16")
+    low, high = (
+        byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float16).view(np.uint16)
+        for byte in (x, x >> np.uint16(8))
+    )
     m.write(i.operands[0], high.astype(np.uint32) << np.uint32(16) | low)
 
 

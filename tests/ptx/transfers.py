@@ -14,7 +14,7 @@ def load_parameter(m: Machine, i: Instruction) -> None:
 
 
 @instruction(r"ld\.global\.(v[24]\.)?b(8|16|32|64)", guarded=True)
-@instruction(r"ld\.shared\.(v[24]\.)?b(8|16|32|64)", guarded=True)
+@instruction(r"ld\.shared\.((v[24]\.)?b(8|16|32|64)|s8)", guarded=True)
 def load(m: Machine, i: Instruction) -> None:
     names = vector(i.operands[0])
     where = m.address(i.operands[1]), m.mask
@@ -24,7 +24,8 @@ def load(m: Machine, i: Instruction) -> None:
     else:
         values = m.memory.load(*where, *what)
     if values.itemsize == 1:  # no register is as small
-        values = values.astype(np.uint16)
+        bits = 16 if names[0].startswith("%rs") else 32
+        values = values.astype(TYPES[f"{'s' if i.type == 's8' else 'u'}{bits}"])
     for k, name in enumerate(names):
         m.write(name, values[..., k])
 

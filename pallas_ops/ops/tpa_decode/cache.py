@@ -85,7 +85,7 @@ def _append(
     m = size if table is None else size * table.shape[1]
     begin = jnp.minimum(as_int32(lengths), m)
     begin = jnp.broadcast_to(jnp.where(lengths < 0, m, begin), (b,))
-    place = begin[:, None] + jnp.arange(n, dtype=jnp.int32)
+    place = begin[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
     if table is None:
 
         def write(row: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -136,7 +136,8 @@ def quantize_tpa_factors(
     known = jnp.isfinite(y).all(axis=-1, keepdims=True)
     y = jnp.where(known, y, 0)
     half, exponent = jnp.frexp(_largest(y) / top)
-    s = jnp.ldexp(jnp.ones_like(half), _in_range(exponent - (half == 0.5), a))
+    exponent = jnp.where(half == 0.5, exponent - 1, exponent)
+    s = jnp.ldexp(jnp.ones_like(half), _in_range(exponent, a))
     y = jnp.clip(jnp.round(y / s) if is_int else y / s, -top, top)
     x = a.astype(wide(a.dtype)) * jnp.where(known, s, jnp.nan).astype(wide(a.dtype))
     return x.astype(a.dtype), y.astype(dtype)

@@ -48,6 +48,7 @@ class Sizes:
     wide_queries: bool = False  # whether aq and bq are float32 beside a cache of 16 bits
     has_bq: bool = True  # else aq is q itself, and r is D
     quantised: str | None = None  # the dtype of bk and bv where they have 8 bits
+    has_pages: bool = False
 
     @property
     def tile_r(self) -> int:
@@ -110,6 +111,7 @@ class Sizes:
         heads *= (self.tile_rk + self.tile_rv) * width
         features = self.tile_rk * self.tile_d + self.tile_rv * self.tile_e
         buffers = max(c.num_stages - 1, 1)
+        heads += 8 * self.most_ranks * self.has_pages  # the table's
         if self.quantised:  # and widened for the products
             return buffers * (heads + features) + width * features
         return buffers * (heads + width * features)

@@ -86,7 +86,8 @@ def forward(
             jax.ShapeDtypeStruct((s.b, splits, rows), jnp.float32),
         ],
         num_warps=c.num_warps,
-        num_stages=c.num_stages,
+        # Pages are looked up one stage before they are copied.
+        num_stages=c.num_stages + (pages is not None),
     )
     if splits > 1:
         # Blocks of one size add up in one order, however many splits the cache's size makes.

@@ -70,6 +70,7 @@ def sizes(
         dtype=ak.dtype.name,
         wide_queries=aq.dtype != ak.dtype,
         has_bq=bq is not None,
+        has_pages=page_table is not None,
         quantised=None if bk.dtype == ak.dtype else bk.dtype.name,
     )
 
