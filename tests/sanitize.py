@@ -35,6 +35,25 @@ def factors(b: int, n: int, m: int, h: int, r: int, d: int, e: int, ranks: int) 
     return (b, n, h, r), heads, heads, (b, n, r, d), (b, m, ranks, d), (b, m, ranks, e)
 
 
+def pool(pages: int, size: int, h: int, d: int) -> tuple[Any, ...]:
+    heads, features = (pages, size, h), (pages, size, d)
+    return (2, 1, h, 6), heads, heads, (2, 1, 6, d), features, features
+
+
+def paged(*xs: jax.Array, dtype8: Any = None, **options: Any) -> jax.Array:
+    """From random pages; the table's entries behind the lengths are garbage."""
+    aq, ak, av, bq, bk, bv = xs
+    if dtype8 is not None:
+        bk, bv = (jnp.round(8 * jax.lax.stop_gradient(x)).astype(dtype8) for x in (bk, bv))
+    count, size = ak.shape[:2]
+    table = np.random.default_rng(1).permutation(count)[: count // 2 * 2].reshape(2, -1)
+    table[1, 3:] = 2**31 - 1
+    return pallas_ops.tpa_decode(
+        aq, ak, av, bq, bk, bv,
+        lengths=np.array([table.shape[1] * size, 2 * size + 3]), page_table=table, **options,
+    )  # fmt: skip
+
+
 lcse, chunks = pallas_ops.logcumsumexp, pallas_ops.chunk_cumsum_decay
 lrpe, decode = pallas_ops.lrpe_cosine, pallas_ops.tpa_decode
 theta = (3, 37)
@@ -84,6 +103,8 @@ CALLS: dict[str, Call] = {
         partial(decode, window=77),
         factors(1, 2, 133, 75, 6, 64, 64, 2),
     ),
+    "decode of pages": (paged, pool(21, 16, 34, 64)),
+    "decode of pages in eight bits": (partial(paged, dtype8=jnp.int8), pool(40, 7, 32, 128)),
     "decode ragged": (
         partial(decode, lengths=np.array([0, 77, 333])),
         factors(3, 2, 333, 7, 3, 64, 64, 1),

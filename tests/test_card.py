@@ -34,6 +34,22 @@ def factors(
     return array(b, n, h, r, **dtype), a, a, array(b, n, r, d, **dtype), c, c
 
 
+def paged(*xs: Any) -> jax.Array:
+    return pallas_ops.tpa_decode(*xs[:6], lengths=xs[6], page_table=xs[7])
+
+
+def in_pages(size: int, aq: Struct, *xs: Struct, dtype: Any) -> tuple[Struct, ...]:
+    """The same in a pool, with features of a dtype, lengths and a page table."""
+    b, m = xs[0].shape[:2]
+
+    def pool(x: Struct, dtype: Any = "bfloat16") -> Struct:
+        return array(b * m // size, size, *x.shape[2:], dtype=dtype)
+
+    ak, av, bq, bk, bv = xs
+    cache = pool(ak), pool(av), bq, pool(bk, dtype), pool(bv, dtype)
+    return aq, *cache, array(b, dtype="int32"), array(b, m // size, dtype="int32")
+
+
 rows, columns = (partial(pallas_ops.logcumsumexp, axis=axis) for axis in (-1, 1))
 chunks = partial(pallas_ops.chunk_cumsum_decay, chunk_size=128)
 rotated = pallas_ops.lrpe_cosine
@@ -48,6 +64,16 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Struct, ...], bool]] = {
         pallas_ops.tpa_decode,
         factors(2, 100, 9, 5, 40, n=3, ranks=2, dtype="float16"),
         True,
+    ),
+    "decode pages": (
+        paged,
+        in_pages(64, *factors(32, 32768, 32, 16, 128), dtype="bfloat16"),
+        False,
+    ),
+    "decode int8": (
+        paged,
+        in_pages(256, *factors(32, 32768, 32, 16, 128), dtype="int8"),
+        False,
     ),
     "columns": (columns, (array(12, 32768, 2048),), False),
     "few columns": (columns, (array(1, 131072, 64),), False),
@@ -72,6 +98,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Struct, ...], bool]] = {
 SAMPLE = {
     ("A100", "decode"),
     ("A10", "chunks of rows"),
+    ("H200", "decode pages"),
+    ("A100", "decode int8"),
     ("L4", "decode T6"),
     ("L4", "softmax over features"),
     ("B200", "few columns"),
@@ -104,6 +132,16 @@ def test_forward_and_gradient_compile(name: str, case: str) -> None:
     assert all(f".target sm_{gpu.capability}" in text for text in program.ptx)
     ours = [kernel for kernel in program.kernels if kernel.name.startswith("pallas_ops")]
     assert spills or (ours and max(kernel.spill_bytes for kernel in ours) <= 32)
+
+
+def test_float8_takes_a_card_that_has_it() -> None:
+    aq, ak, av, bq, bk, bv = factors(2, 64, 32, 16, 64)
+    xs = aq, ak, av, bq, *(array(*x.shape, dtype="float8_e4m3fn") for x in (bk, bv))
+    with h200.instead("NVIDIA A100"):
+        with pytest.warns(UserWarning, match="no kernel for float8_e4m3fn on NVIDIA A100"):
+            h200.compile_for_h200(pallas_ops.tpa_decode, *xs)
+        with pytest.raises(ValueError, match=f"no kernel for float8_e4m3fn .*{NONE}"):
+            h200.lower_for_h200(partial(pallas_ops.tpa_decode, implementation="triton"), *xs)
 
 
 def test_what_no_card_fits_runs_as_jax_numpy() -> None:

@@ -140,6 +140,30 @@ def test_keys_that_no_query_sees_are_not_read(rng: np.random.Generator, backward
     assert loaded[1] - loaded[0] == 256 * 640
 
 
+@pytest.mark.parametrize("size", [16, 128])
+def test_pages_beyond_the_length_are_not_read(rng: np.random.Generator, size: int) -> None:
+    """Of 4,096 keys in bfloat16 and int8, and one entry of the table a key or a block of keys."""
+    pool = [random_array(rng, (4096 // size, size, width), BF16) for width in (32, 32)]
+    pool += [jnp.ones((4096 // size, size, 128), jnp.int8) for _ in range(2)]
+    aq, bq = random_array(rng, (1, 1, 32, 16), BF16), random_array(rng, (1, 1, 16, 128), BF16)
+    table = jnp.arange(4096 // size)[None, ::-1]
+
+    @jax.jit
+    def run(length: jax.Array) -> jax.Array:
+        ak, av, bk, bv = pool
+        return pallas_ops.tpa_decode(
+            aq, ak, av, bq, bk, bv, lengths=length, page_table=table, implementation=KERNEL
+        )
+
+    loaded = []
+    for length in (1024, 2048):
+        with emulate.traffic() as traffic:
+            run(jnp.int32(length)).block_until_ready()
+        loaded.append(traffic["pallas_ops_tpa_decode"]["loads bytes"])
+    of_keys = (loaded[1] - loaded[0]) / 1024
+    assert 384 <= of_keys <= 384 * 1.05
+
+
 @pytest.mark.parametrize("h", [34, 47, 48, 78])
 def test_heads_come_from_many_banks_at_once(rng: np.random.Generator, h: int) -> None:
     """With the launch of 16 sequences of 16,384 tokens. As [entries, heads] it were 2.7 cycles."""

@@ -40,6 +40,14 @@ assert_type(pallas_ops.tpa_decode(*factors, lengths=[1, 2], scale=0.1), jax.Arra
 pallas_ops.tpa_decode(*factors, lengths=counts, scale=jnp.float32(1), scale_q=np.float64(2))
 attended, lse = pallas_ops.tpa_decode_with_lse(*factors, lengths=5)
 assert_type(lse, jax.Array)
+written = pallas_ops.tpa_append({"a": a, "b": b}, {"a": a[:, :1], "b": b[:, :1]}, [0, 5])
+assert_type(written, dict[str, jax.Array])
+table = np.array([[0, 1], [1, 0]])
+assert_type(pallas_ops.tpa_append(a, a[:, :1], 3, page_table=table), jax.Array)
+small_a, small_b = pallas_ops.quantize_tpa_factors(a, b, "int8")
+assert_type(small_b, jax.Array)
+queries = factors[0], small_a, small_a, factors[3], small_b, small_b
+pallas_ops.tpa_decode(*queries, lengths=[9, 2], page_table=table)
 config = pallas_ops.TpaDecodeConfig(block_h=2, num_splits=2)
 pallas_ops.tpa_decode(*factors, implementation="interpret", config=config)
 

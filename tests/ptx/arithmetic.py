@@ -57,7 +57,7 @@ def negate_half_width(m: Machine, i: Instruction) -> None:
     m.write(i.operands[0], m.read(i.operands[1], "u16") ^ np.uint16(0x8000))
 
 
-@instruction(r"(max|sub\.rn)\.bf16x2")
+@instruction(r"(max|sub(\.rn)?)\.bf16x2")
 def pairs_of_half_width(m: Machine, i: Instruction) -> None:
     fn = _larger if i.words[0] == "max" else np.subtract
     a, b = (m.read(x, "u32") for x in i.operands[1:])

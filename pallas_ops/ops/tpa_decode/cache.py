@@ -124,14 +124,15 @@ def quantize_tpa_factors(
     a, b = checks.array("a", a), checks.array("b", b)
     checks.floating("a", a)
     checks.floating("b", b)
-    if not any(dtype == each for each in QUANTISED):
+    narrow = next((each for each in QUANTISED if each == dtype), None)
+    if narrow is None:
         raise ValueError(f"{checks.shown('dtype', dtype)}; accepted: int8 or float8_e4m3fn")
     if not a.ndim or not b.ndim or a.shape[:-1] != b.shape[:-1]:
         raise ValueError(
             f"b.shape is {b.shape}; accepted: [..., D] with the leading axes of a.shape {a.shape}"
         )
-    is_int = dtype == jnp.int8
-    top = 127.0 if is_int else float(jnp.finfo(dtype).max)
+    is_int = narrow == jnp.int8
+    top = 127.0 if is_int else float(jnp.finfo(narrow).max)
     y = b.astype(wide(b.dtype))
     known = jnp.isfinite(y).all(axis=-1, keepdims=True)
     y = jnp.where(known, y, 0)
@@ -140,7 +141,7 @@ def quantize_tpa_factors(
     s = jnp.ldexp(jnp.ones_like(half), _in_range(exponent, a))
     y = jnp.clip(jnp.round(y / s) if is_int else y / s, -top, top)
     x = a.astype(wide(a.dtype)) * jnp.where(known, s, jnp.nan).astype(wide(a.dtype))
-    return x.astype(a.dtype), y.astype(dtype)
+    return x.astype(a.dtype), y.astype(narrow)
 
 
 def _in_range(exponent: jax.Array, a: jax.Array) -> jax.Array:
