@@ -44,13 +44,7 @@ class Attention(nnx.Module):
         aq, bq = self._factors(self.query(x), self.q_rank)
         ak, bk = self._factors(self.key(x), self.kv_rank)
         av, bv = self._factors(self.value(x), self.kv_rank)
-        new = Cache(ak, av, bk, bv)
-        cache = Cache(
-            *(
-                jax.lax.dynamic_update_slice_in_dim(old, now, length, axis=1)
-                for old, now in zip(cache, new, strict=True)
-            )
-        )
+        cache = pallas_ops.tpa_append(cache, Cache(ak, av, bk, bv), length)
         batch, n, _ = x.shape
         out = pallas_ops.tpa_decode(
             jnp.swapaxes(aq, 2, 3),

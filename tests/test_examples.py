@@ -1,10 +1,19 @@
 """The examples run, and check themselves."""
 
-from examples import linear_attention, min_gru, tpa_decoder
+from examples import linear_attention, min_gru, tpa_decoder, tpa_server
 
 
 def test_tpa_decoder() -> None:
     assert tpa_decoder.main(steps=3).shape == (2, 8)
+
+
+def test_tpa_server() -> None:
+    """It checks every request; prompts that begin alike have the same pages there."""
+    finished = tpa_server.main(count=8, pages=24)
+    chunk = tpa_server.CHUNK
+    begun = [(r.prompt[:chunk], *r.pages[: chunk // tpa_server.PAGE]) for r in finished]
+    assert len(begun) == 8
+    assert len(set(begun)) < 8
 
 
 def test_linear_attention() -> None:
