@@ -1,7 +1,7 @@
 """TPA decode: one query token against m cached tokens. `python -m benchmarks.tpa_decode --help`
 
 The seeds' shape, those of the T6 models (of tensorgi/TPA; "kv": only keys and values have factors),
-and those of FlashTPA's figures.
+and those of FlashTPA's figures; from pages, and with features in eight bits.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import command, peers, sweep
 from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
@@ -28,6 +29,8 @@ class Model:
     dim: int = 64
     rank: int | None = 16  # None: the query has no factors
     ranks: int | None = None  # of keys and of values, with an axis of their own
+    page_size: int | None = None
+    features: str | None = None  # the dtype of bk and bv, where it is not that of the rest
     batches: Sequence[int] = (1, 16)
     sizes: Sequence[int] = (4096, 32768, 524288)
     most: int = 2**19  # tokens of all sequences
@@ -36,16 +39,23 @@ class Model:
     def title(self) -> str:
         rank = "full" if self.rank is None else f"rank{self.rank}"
         ranks = "" if self.ranks is None else f"-ranks{self.ranks}"
-        return f"head{self.heads}-dim{self.dim}-{rank}{ranks}"
+        pages = "" if self.page_size is None else f"-pages{self.page_size}"
+        features = "" if self.features is None else f"-{self.features}"
+        return f"head{self.heads}-dim{self.dim}-{rank}{ranks}{pages}{features}"
 
 
 SEED = Model(heads=32, dim=128, batches=(8, 32), sizes=[2**k for k in range(8, 16)], most=2**20)
+SERVED = dataclasses.replace(SEED, batches=(32,), sizes=(4096, 32768))
 T6 = partial(Model, ranks=2, sizes=(4096, 16384, 32768))
 MODELS = {
     "seed": SEED,
     **{f"t6-{heads}": T6(heads=heads, rank=6) for heads in (34, 47, 61, 78)},
     **{f"t6-kv-{heads}": T6(heads=heads, rank=None) for heads in (22, 29, 37, 47)},
     **{f"flash-{heads}": Model(heads=heads) for heads in (16, 32, 48)},
+    **{f"pages-{n}": dataclasses.replace(SERVED, page_size=n) for n in (16, 64, 256)},
+    "t6-47-pages-64": T6(heads=47, rank=6, page_size=64, batches=(16,)),
+    "int8": dataclasses.replace(SERVED, features="int8"),
+    "fp8": dataclasses.replace(SERVED, features="float8_e4m3fn"),
 }
 BATCHES = sorted({batch for x in MODELS.values() for batch in x.batches})
 SIZES = sorted({m for x in MODELS.values() for m in x.sizes})
@@ -61,24 +71,38 @@ def has(*, model: str, batch: int, m: int) -> bool:
 def case(dtype: Any, *, model: str, batch: int, m: int) -> Case:
     x = MODELS[model]
     ranks = () if x.ranks is None else (x.ranks,)
-    heads, features = (batch, m, *ranks, x.heads), (batch, m, *ranks, x.dim)
-    query = [(batch, 1, x.heads, x.rank or x.dim)]
-    bq = [] if x.rank is None else [(batch, 1, x.rank, x.dim)]
+    cache = (batch, m) if x.page_size is None else (batch * m // x.page_size, x.page_size)
+    struct: Any = jax.ShapeDtypeStruct
+    heads = struct((*cache, *ranks, x.heads), dtype)
+    features = struct((*cache, *ranks, x.dim), x.features or dtype)
+    query = [struct((batch, 1, x.heads, x.rank or x.dim), dtype)]
+    bq = [] if x.rank is None else [struct((batch, 1, x.rank, x.dim), dtype)]
     return Case(
         title=f"tpa_decode-{{metric}}-{{mode}}-batch{batch}-{x.title}-{{dtype}}",
-        inputs=tuple(
-            jax.ShapeDtypeStruct(shape, dtype)
-            for shape in (*query, heads, heads, *bq, features, features)
-        ),
+        inputs=(*query, heads, heads, *bq, features, features),
+        further=() if x.page_size is None else (np.full(batch, m), shuffled(batch, *cache)),
         reference=of_model(reference.tpa_decode, model),
     )
 
 
+def shuffled(batch: int, pages: int, _: int) -> np.ndarray[Any, Any]:
+    """A page table: every page once, in an order of no order."""
+    return np.random.default_rng(0).permutation(pages).reshape(batch, -1)
+
+
 def of_model(call: Function, model: str) -> Function:
-    """A function of the model's factors: where there is no bq, of five."""
-    if MODELS[model].rank is not None:
-        return call
-    return lambda aq, ak, av, bk, bv: call(aq, ak, av, None, bk, bv)
+    """A function of the model's factors: where there is no bq, of five; pages come last."""
+    x = MODELS[model]
+
+    def run(*arrays: Any) -> Any:
+        pages = {}
+        if x.page_size is not None:
+            *arrays, lengths, table = arrays  # type: ignore[assignment]
+            pages = dict(lengths=lengths, page_table=table)
+        aq, ak, av, *bq, bk, bv = arrays
+        return call(aq, ak, av, *(bq or [None]), bk, bv, **pages)
+
+    return run
 
 
 def parallel_b(*, model: str, **_: Any) -> TpaDecodeConfig:
@@ -108,8 +132,31 @@ def function(name: str, call: Function, note: str, **options: Any) -> Provider:
     return Provider(name=name, make=make, note=note, **options)
 
 
-def einsum(aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any) -> jax.Array:
+def plain(
+    aq: Any,
+    ak: Any,
+    av: Any,
+    bq: Any,
+    bk: Any,
+    bv: Any,
+    *,
+    lengths: Any = None,
+    page_table: Any = None,
+) -> jax.Array:
+    """Without the kernel's pages and eight bits: they are gathered and widened first."""
+    if page_table is None and bk.dtype == ak.dtype:
+        raise NotImplementedError("neither pages nor eight bits")
+    bk, bv = bk.astype(ak.dtype), bv.astype(av.dtype)
+    if page_table is not None:
+        ak, av, bk, bv = (
+            x[page_table].reshape(len(page_table), -1, *x.shape[2:]) for x in (ak, av, bk, bv)
+        )
+    return tpa_decode(aq, ak, av, bq, bk, bv, lengths=lengths, implementation=implementation())
+
+
+def einsum(aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any, **pages: Any) -> jax.Array:
     """What one would write down first: every product in the dtype of the inputs."""
+    _check_is_plain(ak, bk, pages)
     q, k, ranks = _query(jnp.einsum, aq, bq), "r" * (ak.ndim - 3), _ranks(ak)
     score = jnp.einsum(f"bnhd,bm{k}d,bm{k}h->bnhm", q, bk, ak)
     p = jax.nn.softmax(score * jnp.asarray(bk.shape[-1] ** -0.5 / ranks, score.dtype))
@@ -117,13 +164,19 @@ def einsum(aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any) -> jax.Array:
 
 
 def attend_in_torch(torch: Any, *, model: str, **_: Any) -> Function:
-    def call(aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any) -> Any:
+    def call(aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any, **pages: Any) -> Any:
+        _check_is_plain(ak, bk, pages)
         form = "bmrh,bmrd->bhmd" if ak.ndim == 4 else "bmh,bmd->bhmd"
         q = _query(torch.einsum, aq, bq).swapaxes(1, 2)
         k, v = (torch.einsum(form, *pair) / _ranks(ak) for pair in ((ak, bk), (av, bv)))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).swapaxes(1, 2)
 
     return of_model(call, model)
+
+
+def _check_is_plain(ak: Any, bk: Any, pages: dict[str, Any]) -> None:
+    if pages or ak.dtype != bk.dtype:
+        raise NotImplementedError("takes neither pages nor eight bits")
 
 
 def _query(einsum: Function, aq: Any, bq: Any) -> Any:
@@ -158,6 +211,9 @@ BENCHMARK = Benchmark(
         kernel("plbh", parallel_bh, "parallel over b and h"),
         kernel("plbn", parallel_bn, "parallel over b and parts of 512 keys"),
         kernel("pallas", lambda **_: None, "the default: chosen by shape"),
+        function(
+            "plain", plain, "pages gathered, eight bits widened, then the default", kernel=True
+        ),
         function("jnp", reference.tpa_decode, "the reference, eager", jit=False),
         function("jit", reference.tpa_decode, "the reference, jitted"),
         function("naive", reference.tpa_decode_naive, f"{NAIVE}, eager", jit=False, tolerance=4),
