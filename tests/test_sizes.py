@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -189,6 +190,37 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         same(keys.index, index, index < m)
         entry = (int(stop) - 1) * c.block_m * s.rk + np.arange(c.block_m * s.rk, dtype=object)
         same(keys.entries(s.rk)[0], entry, entry < m * s.rk)
+
+
+@pytest.mark.parametrize("size", [16, 48, 128, 2**20])
+def test_decoding_of_pages(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last key of the last page of the largest pool, and what is out of range."""
+    count = LONGEST // 2 // size
+    s = tpa_config.Sizes(
+        b=1,
+        n=1,
+        m=7 * size,
+        h=47,
+        r=16,
+        d=64,
+        e=64,
+        rk=2,
+        rv=2,
+        dtype="bfloat16",
+        pool=count * size,
+    )
+    c = tpa_config.choose(s, H200)
+    assert not s.has_pairs(c.block_h)
+    plan = tpa.Plan(s, c, 1.0, 1.0, pages=(count, size))
+    monkeypatch.setattr("pallas_ops.ops.tpa_decode.keys.plgpu.load", lambda x, **_: x)
+    for page in (0, count - 1, count, -1, 2**31 - 1, -(2**31)):
+        pages = jnp.full(7, page, jnp.int32)
+        table: Any = SimpleNamespace(at=pages) if size % c.block_m else pages
+        block = 7 * size // c.block_m - 1
+        keys = tpa_keys.Keys(plan, jnp.int32(block), s.m, 0, table)
+        entry = block * c.block_m * 2 + np.arange(c.block_m * 2, dtype=object)
+        want = entry % (2 * size) + min(max(page, 0), count - 1) * 2 * size
+        same(keys.entries(2)[0], want, entry < 2 * s.m)
 
 
 @pytest.mark.parametrize("m", [LONGEST, 5000])

@@ -65,7 +65,7 @@ def _check_append(
     name: str, old: jax.Array, tokens: jax.Array, lengths: jax.Array, table: jax.Array | None
 ) -> None:
     axes = checks.Axes()
-    further = "".join(f" ,{i}" for i in range(old.ndim - 2))
+    further = "".join(f" axis{i}" for i in range(2, old.ndim))
     axes.check(f"cache{name}", old, ("B M" if table is None else "P page_size") + further)
     axes.check(f"new{name}", tokens, "B n" + further)
     axes.check("lengths", lengths, "", "B")
@@ -112,7 +112,7 @@ def quantize_tpa_factors(
     Args:
       a: head factors [..., H]; bfloat16, float16 or float32.
       b: feature factors [..., D], with the same leading axes: one s each.
-      dtype: int8 or float8_e4m3fn.
+      dtype: int8, or float8_e4m3fn (which kernels take from sm_89 on).
 
     Returns:
       a s in the dtype of a, and b / s rounded to the nearest in `dtype`. Finite factors give finite

@@ -48,7 +48,7 @@ class Sizes:
     wide_queries: bool = False  # whether aq and bq are float32 beside a cache of 16 bits
     has_bq: bool = True  # else aq is q itself, and r is D
     quantised: str | None = None  # the dtype of bk and bv where they have 8 bits
-    has_pages: bool = False
+    pool: int | None = None  # how many keys all pages have
 
     @property
     def tile_r(self) -> int:
@@ -100,7 +100,8 @@ class Sizes:
     def has_pairs(self, block_h: int) -> bool:
         """Whether heads are loaded in pairs, as those of an odd H are (see `Keys.load_a`)."""
         even = self.rk % 2 == self.rv % 2 == 0 and (block_h % 2 == 0 or block_h >= self.h)
-        is_short = self.m * max(self.rk, self.rv) * self.h < 2**31  # places are int32
+        keys = self.pool or self.m
+        is_short = keys * max(self.rk, self.rv) * self.h < 2**31  # places are int32
         return self.h % 2 == 1 and self.dtype != "float32" and even and is_short
 
     def buffer_bytes(self, c: TpaDecodeConfig, heads: int) -> int:
@@ -110,11 +111,10 @@ class Sizes:
         width = 4 if self.dtype == "float32" else 2
         heads *= (self.tile_rk + self.tile_rv) * width
         features = self.tile_rk * self.tile_d + self.tile_rv * self.tile_e
-        buffers = max(c.num_stages - 1, 1)
-        heads += 8 * self.most_ranks * self.has_pages  # the table's
+        buffers, table = max(c.num_stages - 1, 1), 8 * self.most_ranks if self.pool else 0
         if self.quantised:  # and widened for the products
-            return buffers * (heads + features) + width * features
-        return buffers * (heads + width * features)
+            return buffers * (heads + features + table) + width * features
+        return buffers * (heads + width * features + table)
 
 
 def tile(size: int) -> int:

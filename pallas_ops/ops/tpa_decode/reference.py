@@ -118,11 +118,7 @@ def existing(seen: jax.Array | None, *factors: jax.Array) -> tuple[jax.Array, ..
 
 def dequantised(like: jax.Array, b: jax.Array) -> jax.Array:
     """Feature factors in the dtype of the head factors, which holds all that 8 bits can be."""
-    return (
-        b
-        if jnp.issubdtype(b.dtype, jnp.floating) and b.dtype.itemsize > 1
-        else b.astype(like.dtype)
-    )
+    return b.astype(like.dtype) if b.dtype.itemsize == 1 else b
 
 
 def attend(

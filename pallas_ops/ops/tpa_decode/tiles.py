@@ -54,7 +54,8 @@ def sizes(
     page_table: jax.Array | None = None,
 ) -> Sizes:
     b, n, h, r = aq.shape
-    _, m, rk, _ = ak.shape
+    first, m, rk, _ = ak.shape
+    pool = None if page_table is None else first * m
     if page_table is not None:
         m *= page_table.shape[1]
     return Sizes(
@@ -70,7 +71,7 @@ def sizes(
         dtype=ak.dtype.name,
         wide_queries=aq.dtype != ak.dtype,
         has_bq=bq is not None,
-        has_pages=page_table is not None,
+        pool=pool,
         quantised=None if bk.dtype == ak.dtype else bk.dtype.name,
     )
 
