@@ -1,5 +1,7 @@
 """tpa_decode's cache: tokens written into it, pages, and feature factors in eight bits."""
 
+import contextlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -7,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_ops
@@ -119,20 +121,29 @@ def test_append_in_place(paged: bool) -> None:
         assert memory.temp_size_in_bytes < 2**16
 
 
-def test_append_stays_sharded(rng: Rng) -> None:
-    """Along the batch, and along heads or features."""
-    mesh = cpu_mesh()
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("paged", [False, True])
+def test_append_stays_sharded(rng: Rng, paged: bool, kind: AxisType) -> None:
+    """Along the batch, and along heads or features; pages are everywhere, so tokens travel."""
     cache, new = random_array(rng, (4, 6, 8)), random_array(rng, (4, 1, 8))
-    lengths = jnp.array([0, 5, 6, 2])
-    put = [
-        jax.device_put(x, NamedSharding(mesh, spec))
-        for x, spec in ((cache, P("y", None, "x")), (new, P("y", None, "x")), (lengths, P("y")))
-    ]
-    compiled = jax.jit(pallas_ops.tpa_append).lower(*put).compile()
-    assert not h200.count_collectives(compiled.as_text() or "")
-    got = compiled(*put)
-    np.testing.assert_array_equal(got, appended(cache, new, lengths))
-    assert got.sharding.is_equivalent_to(put[0].sharding, 3)
+    lengths, table = jnp.array([0, 5, 6, 2]), jnp.array([[1, 4], [0, 2], [3, 1], [2, 0]])
+    tables = (table,) if paged else ()
+    specs = [P(None if paged else "y", None, "x"), P("y", None, "x"), P("y"), P("y")]
+    xs = put(cpu_mesh(kind), (cache, new, lengths, *tables), specs)
+
+    def append(cache: Any, new: Any, lengths: Any, table: Any = None) -> Any:
+        return pallas_ops.tpa_append(cache, new, lengths, page_table=table)
+
+    compiled = jax.jit(append).lower(*xs).compile()
+    assert paged or not h200.count_collectives(compiled.as_text() or "")
+    got = compiled(*xs)
+    np.testing.assert_array_equal(got, appended(cache, new, lengths, *map(np.asarray, tables)))
+    assert got.sharding.is_equivalent_to(xs[0].sharding, 3)
+
+
+def put(mesh: Mesh, xs: Sequence[Any], specs: Sequence[P]) -> list[jax.Array]:
+    pairs = zip(xs, specs, strict=False)
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
 
 
 @pytest.mark.parametrize(
@@ -342,6 +353,27 @@ def test_gradients_through_pages(rng: Rng) -> None:
         own = want[i].reshape(*table.shape, -1, *want[i].shape[2:])
         want[i] = jnp.zeros_like(xs[i]).at[table].add(own)
     assert_close(list(got), want, terms=200)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("implementation", ["interpret", None, "xla"])
+def test_pages_sharded(rng: Rng, implementation: Any, kind: AxisType) -> None:
+    """Rows are split, and heads."""
+    xs, _, given = paged(rng, jnp.float32, dict(size=16, pages=3, h=4))
+    want = both("xla", **given)(*xs)
+    queries, heads = P("y", None, "x"), P(None, None, "x")
+    mesh, specs = cpu_mesh(kind), [queries, heads, heads, P("y"), P(), P()]
+
+    def run(lengths: Any, table: Any, *xs: Any) -> Any:
+        return both(implementation, lengths=lengths, page_table=table)(*xs)
+
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+        ys = put(mesh, (given["lengths"], given["page_table"], *xs), [P("y"), P("y"), *specs])
+        compiled = jax.jit(run).lower(*ys).compile()
+        got = compiled(*ys)
+    assert not h200.count_collectives(compiled.as_text() or "")
+    assert_close(got, want, terms=48)
+    assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, queries), 4)
 
 
 @pytest.mark.parametrize("pooled", [False, True])

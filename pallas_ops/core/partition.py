@@ -66,7 +66,7 @@ def _vmapped(bound: Bound) -> Callable[..., Any]:
 
     @custom_vmap
     def run(*xs: jax.Array) -> Any:
-        if any(map(_is_explicit, xs)):
+        if any(map(is_explicit, xs)):
             return _explicit(bound, xs)
         return partitioned(*xs)
 
@@ -154,7 +154,8 @@ def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
     return unified[: len(results)]
 
 
-def _is_explicit(x: "jax.Array | TypeOf") -> bool:
+def is_explicit(x: "jax.Array | TypeOf") -> bool:
+    """Whether the type says how the array is sharded."""
     sharding = x.sharding if isinstance(x, TypeOf) else jax.typeof(x).sharding
     return AxisType.Explicit in sharding.mesh.axis_types
 
@@ -180,7 +181,7 @@ def reshard_like(
     types = (x if isinstance(x, TypeOf) else None if x is None else TypeOf(x) for x in operands)
     return tuple(
         jax.sharding.reshard(x, of.sharding)
-        if x is not None and of is not None and _is_explicit(of)
+        if x is not None and of is not None and is_explicit(of)
         else x
         for x, of in zip(xs, types, strict=False)
     )
@@ -189,7 +190,7 @@ def reshard_like(
 def gathered(x: jax.Array, axis: int) -> jax.Array:
     """`x`, whose `axis` is split over no explicit mesh axes any more."""
     sharding = jax.typeof(x).sharding
-    if not _is_explicit(x) or sharding.spec[axis] is None:
+    if not is_explicit(x) or sharding.spec[axis] is None:
         return x
     spec = [None if i == axis else entry for i, entry in enumerate(sharding.spec)]
     whole: jax.Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_ops.core import checks
 from pallas_ops.core.dtypes import wide
+from pallas_ops.core.partition import is_explicit
 from pallas_ops.ops.tpa_decode.reference import as_int32
 
 Tree = TypeVar("Tree")
@@ -95,7 +96,8 @@ def _append(
         return jax.vmap(write)(old, place, tokens)
     page = jnp.take_along_axis(table, place // size, axis=1, mode="fill", fill_value=-1)
     page = jnp.where((page >= 0) & (page < old.shape[0]), page, old.shape[0])
-    return old.at[page, place % size].set(tokens, mode="drop", unique_indices=True)
+    to = jax.typeof(old).sharding if is_explicit(old) else None
+    return old.at[page, place % size].set(tokens, mode="drop", unique_indices=True, out_sharding=to)
 
 
 def quantize_tpa_factors(

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_ops.core import vary
 from pallas_ops.core.dtypes import wide
+from pallas_ops.core.partition import is_explicit
 
 Scale = float | jax.Array
 AxisName = str | tuple[str, ...]  # of a mesh
@@ -102,11 +104,16 @@ def _between(first: jax.Array | None, stop: jax.Array, m: int) -> jax.Array:
 
 def from_pages(table: jax.Array, *factors: jax.Array) -> tuple[jax.Array, ...]:
     """Pools [P, page size, ...] as each row's [B, M, ...]; a page out of range is the nearest."""
-    table = jnp.clip(table, 0, len(factors[0]) - 1)
-    return tuple(
-        jnp.take(x, table, axis=0, mode="clip").reshape(len(table), -1, *x.shape[2:])
-        for x in factors
-    )
+    b, pages = table.shape
+
+    def of_rows(x: jax.Array) -> jax.Array:
+        sharding, pool = jax.typeof(table).sharding, jax.typeof(x).sharding
+        spec = PartitionSpec(sharding.spec[0], None, None, *pool.spec[2:])
+        to = NamedSharding(pool.mesh, spec) if is_explicit(x) else None
+        return x.at[table].get(mode="clip", out_sharding=to)
+
+    rows = map(of_rows, factors)
+    return tuple(x.reshape(b, pages * x.shape[2], *x.shape[3:]) for x in rows)
 
 
 def existing(seen: jax.Array | None, *factors: jax.Array) -> tuple[jax.Array, ...]:
