@@ -123,17 +123,9 @@ def tpa_decode(
     axis_name: str | None = None,
 ) -> jax.Array:
     """`pallas_ops.tpa_decode` in jax.numpy."""
-    op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
-    given = (
-        (aq, ak, av, bq, bk, bv),
-        lengths,
-        page_table,
-        scales,
-        window,
-        batch_invariant,
-        axis_name,
-    )
-    return op.evaluate(*op.prepare(*given))[0]
+    op, factors = _tpa_decode, (aq, ak, av, bq, bk, bv)
+    keys, scales = (lengths, page_table), (scale, scale_q, scale_k, scale_v)
+    return op.evaluate(*op.prepare(factors, *keys, scales, window, batch_invariant, axis_name))[0]
 
 
 def tpa_decode_with_lse(
@@ -155,17 +147,9 @@ def tpa_decode_with_lse(
     axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pallas_ops.tpa_decode_with_lse` in jax.numpy."""
-    op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
-    given = (
-        (aq, ak, av, bq, bk, bv),
-        lengths,
-        page_table,
-        scales,
-        window,
-        batch_invariant,
-        axis_name,
-    )
-    return op.evaluate(*op.prepare(*given))
+    op, factors = _tpa_decode, (aq, ak, av, bq, bk, bv)
+    keys, scales = (lengths, page_table), (scale, scale_q, scale_k, scale_v)
+    return op.evaluate(*op.prepare(factors, *keys, scales, window, batch_invariant, axis_name))
 
 
 def tpa_decode_naive(

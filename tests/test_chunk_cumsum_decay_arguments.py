@@ -12,7 +12,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
-from pallas_ops.core import card, checks, launch
+from pallas_ops.core import card, implementations, launch
 from pallas_ops.ops.chunk_cumsum_decay.config import choose
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan
 from pallas_ops.scan.view import Sizes, View
@@ -177,7 +177,7 @@ def test_offsets_beyond_two_to_the_31() -> None:
 
 def test_counts_to_two_to_the_31() -> None:
     """A chunk that would end beyond it ends with the axis."""
-    n, chunk_size = checks.LONGEST, 2**30
+    n, chunk_size = implementations.LONGEST, 2**30
     s = Sizes(b=1, n=n, c=1, size=chunk_size, count=2, itemsize=2)
     view = View(s=s, reverse=False, block_n=128, block_c=1, num_ranges=2, num_steps=1)
     config = ChunkCumsumDecayConfig(block_n=128, num_chunks=2)

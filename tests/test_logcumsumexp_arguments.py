@@ -11,7 +11,7 @@ import pytest
 import pallas_ops
 from pallas_ops import LogcumsumexpConfig
 from pallas_ops.core import card
-from pallas_ops.core.checks import LONGEST
+from pallas_ops.core.implementations import LONGEST
 from pallas_ops.ops.logcumsumexp.config import choose, choose_block_n
 from pallas_ops.scan.view import Sizes
 from tests import h200

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 import pallas_ops
 from pallas_ops.core import launch
 from pallas_ops.core.card import H200
-from pallas_ops.core.checks import LONGEST
+from pallas_ops.core.implementations import LONGEST
 from pallas_ops.ops.chunk_cumsum_decay import tiles as chunks
 from pallas_ops.ops.logcumsumexp import plan as logcumsumexp
 from pallas_ops.ops.logcumsumexp.config import choose_block_n

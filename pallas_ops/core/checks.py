@@ -1,49 +1,23 @@
 """Refusals in our own words: what was given, and what would be accepted."""
 
 import dataclasses
-import functools
 import numbers
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar, TypeVarTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.tiles import MOST_PARTS
 
-IMPLEMENTATIONS = (None, "triton", "xla", "interpret")
 KERNEL_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 FLOAT_DTYPES = (*KERNEL_DTYPES, jnp.dtype("float64"))
-LONGEST = 2**31 - 2**20  # an axis along which an int32 counts, and a tile beyond
 MAX_WARPS = 32  # of a program
 LARGEST = 2**20  # elements of a tile
 _MOST = dict(num_warps=MAX_WARPS, num_parts=MOST_PARTS, num_splits=MOST_PARTS)
 SHOWN = 80  # characters of a value in a message
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-
-
-def cached(check: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
-    """`check`, remembered by its arguments and their types: 1.0 may be refused where 1 is not.
-
-    Within a tuple they are told apart by value alone, so what a caller gives is no part of one.
-    What cannot be hashed is checked each time, to be refused in our own words.
-    """
-    remembered: Any = functools.lru_cache(maxsize=1024, typed=True)(check)
-
-    def run(*args: *Ts) -> T:
-        try:
-            hash(args)
-        except TypeError:
-            return check(*args)
-        result: T = remembered(*args)
-        return result
-
-    return run
 
 
 def array(name: str, value: Any) -> jax.Array:
@@ -62,23 +36,10 @@ def optional_array(name: str, value: Any) -> jax.Array | None:
     return None if value is None else array(name, value)
 
 
-def signature(x: jax.Array | None) -> Any:
-    """What checks need of an array, and can be hashed."""
-    return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def one_of(name: str, value: Any, options: tuple[str | None, ...]) -> None:
     # An array compares elementwise, so the type is tested before `in`.
     if not isinstance(value, str | None) or value not in options:
         raise ValueError(f"{shown(name, value)}; accepted: {', '.join(map(repr, options))}")
-
-
-def implementation(value: Any, config: Any, cls: type) -> None:
-    """One of those there are; a config, if any, is its kernel's."""
-    one_of("implementation", value, IMPLEMENTATIONS)
-    instance("config", config, cls)
-    if value == "xla" and config is not None:
-        raise ValueError("config and implementation='xla' are both given; accepted: one of them")
 
 
 def floating(name: str, x: Any) -> None:
@@ -229,34 +190,6 @@ class Axes:
                 )
         known = (f"{', '.join(sizes)} (as in {name})" for name, sizes in sources.items())
         return " with " + ", ".join(known) if sources else ""
-
-
-def kernel_or_reference(
-    implementation: Implementation | None, dtype: Any, sizes: Mapping[str, int]
-) -> Implementation | None:
-    """The reference for what no kernel takes (float64, an axis of size 0); else as asked."""
-    unknown = [name for name, size in sizes.items() if not isinstance(size, int)]
-    if unknown:  # of `jax.export`
-        return reference_instead(implementation, f"symbolic sizes ({', '.join(unknown)})")
-    empty = [name for name, size in sizes.items() if size == 0]
-    if empty:
-        return reference_instead(implementation, f"an axis of size 0 ({', '.join(empty)})")
-    long = [name for name, size in sizes.items() if size > LONGEST]
-    if long:
-        return reference_instead(implementation, f"more than 2**31 - 2**20 ({', '.join(long)})")
-    if jnp.dtype(dtype) not in KERNEL_DTYPES:
-        return reference_instead(implementation, jnp.dtype(dtype).name)
-    return implementation
-
-
-def reference_instead(implementation: Implementation | None, of: str) -> Implementation:
-    """The reference, since no kernel takes `of`; a refusal if the kernel was asked for."""
-    if implementation in ("triton", "interpret"):
-        raise ValueError(
-            f"{shown('implementation', implementation)}, whose kernel does not take {of}; "
-            "accepted: None or 'xla'"
-        )
-    return "xla"
 
 
 def launch_choices(

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_ops.core import checks, forward_mode, vary
+from pallas_ops.core import checks, forward_mode, implementations, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
+from pallas_ops.core.signatures import cached, signature
 from pallas_ops.ops.chunk_cumsum_decay import vjp
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
 from pallas_ops.ops.chunk_cumsum_decay.reference import Shift
@@ -96,7 +97,7 @@ def prepare(
     factor = checks.scale("scale", scale, wide(x.dtype))
     number, factor = (None, factor) if isinstance(factor, jax.Array) else (factor, None)
     sums = axis, chunk_size, reverse, shift, number, _dtype(dtype)
-    params = _check(checks.signature(x), checks.signature(bounds), *sums, implementation, config)
+    params = _check(signature(x), signature(bounds), *sums, implementation, config)
     return params, x, bounds, factor
 
 
@@ -111,7 +112,7 @@ def _dtype(dtype: Any) -> Any:
         return str(dtype)
 
 
-@checks.cached
+@cached
 def _check(
     x: jax.ShapeDtypeStruct,
     bounds: jax.ShapeDtypeStruct | None,
@@ -125,7 +126,7 @@ def _check(
     config: ChunkCumsumDecayConfig | None,
 ) -> vjp.Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
-    checks.implementation(implementation, config, ChunkCumsumDecayConfig)
+    implementations.check(implementation, config, ChunkCumsumDecayConfig)
     axis = checks.axis(axis, x.shape)
     length = x.shape[axis]
     chunk_size = _chunk_size(chunk_size, length)
@@ -186,13 +187,13 @@ def _implementation(
     if bounds is not None:
         sizes["cu_seqlens"] = bounds.shape[0]
     for dtype in dtypes:
-        implementation = checks.kernel_or_reference(implementation, dtype, sizes)
+        implementation = implementations.kernel_or_reference(implementation, dtype, sizes)
     if implementation == "xla":
         return implementation
     counts = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    if max(counts) > checks.LONGEST:
+    if max(counts) > implementations.LONGEST:
         of = f"{max(counts)} numbers along, before or behind the axis"
-        return checks.reference_instead(implementation, of)
+        return implementations.reference_instead(implementation, of)
     return implementation
 
 

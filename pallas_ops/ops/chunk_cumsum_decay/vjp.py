@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from pallas_ops.core import checks
+from pallas_ops.core import implementations
 from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import TypeOf, call, reshard_like
 from pallas_ops.ops.chunk_cumsum_decay import kernel
@@ -68,7 +68,7 @@ def _kernel(
     x: jax.Array, cu_seqlens: jax.Array | None, *, name: str, axis: int, **static: Any
 ) -> tuple[jax.Array]:
     """The reference where `jax.vmap` has made more rows than the kernel counts."""
-    if math.prod(x.shape[:axis]) > checks.LONGEST:
+    if math.prod(x.shape[:axis]) > implementations.LONGEST:
         return _reference(x, cu_seqlens, axis=axis, **static)
     return kernel.run(x, cu_seqlens, name=name, axis=axis, **static)
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_ops.core import checks, forward_mode, vary
+from pallas_ops.core import checks, forward_mode, implementations, vary
 from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.signatures import cached, signature
 from pallas_ops.ops.logcumsumexp import reference, vjp
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, choose_block_n
 from pallas_ops.scan.view import Sizes
@@ -92,11 +93,11 @@ def prepare(
 ) -> tuple[vjp.Params, jax.Array, jax.Array | None]:
     """What `evaluate` takes, or a refusal."""
     x, initial = checks.array("x", x), checks.optional_array("initial_state", initial_state)
-    signatures = checks.signature(x), checks.signature(initial)
+    signatures = signature(x), signature(initial)
     return _check(*signatures, axis, reverse, clip, implementation, config), x, initial
 
 
-@checks.cached
+@cached
 def _check(
     x: jax.ShapeDtypeStruct,
     initial: jax.ShapeDtypeStruct | None,
@@ -107,7 +108,7 @@ def _check(
     config: LogcumsumexpConfig | None,
 ) -> vjp.Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
-    checks.implementation(implementation, config, LogcumsumexpConfig)
+    implementations.check(implementation, config, LogcumsumexpConfig)
     checks.floating("x", x)
     axis = checks.axis(axis, x.shape)
     reverse = checks.flag("reverse", reverse)
@@ -134,12 +135,12 @@ def _implementation(
 ) -> Implementation | None:
     """The reference for what no kernel takes, else as asked."""
     sizes = {f"axis {i}": size for i, size in enumerate(shape)}
-    implementation = checks.kernel_or_reference(implementation, dtype, sizes)
+    implementation = implementations.kernel_or_reference(implementation, dtype, sizes)
     if implementation == "xla":
         return implementation
     before, behind = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
     sizes = {"all before it": before, "all behind it": behind}
-    return checks.kernel_or_reference(implementation, dtype, sizes)
+    return implementations.kernel_or_reference(implementation, dtype, sizes)
 
 
 def _check_clip(clip: Any) -> float | None:

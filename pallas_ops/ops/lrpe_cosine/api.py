@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from pallas_ops.core import checks, forward_mode, partition, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
+from pallas_ops.core.signatures import signature
 from pallas_ops.ops.lrpe_cosine import reference, refusals, vjp
 from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig
 from pallas_ops.ops.lrpe_cosine.reference import Act, Layout
@@ -147,7 +148,7 @@ def prepare_md(
 
 def _params(arrays: Sequence[jax.Array | None], *facts: Any) -> vjp.Params:
     """The static arguments; `facts` are those of `refusals.static` after the arrays' types."""
-    return vjp.Params(**refusals.static(*map(checks.signature, arrays), *facts))
+    return vjp.Params(**refusals.static(*map(signature, arrays), *facts))
 
 
 def evaluate(

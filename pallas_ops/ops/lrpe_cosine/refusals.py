@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_ops.core import checks
+from pallas_ops.core import checks, implementations
 from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.signatures import cached
 from pallas_ops.ops.lrpe_cosine.activation import ACTIVATIONS
 from pallas_ops.ops.lrpe_cosine.config import (
     SOFTMAX_FEATURES,
@@ -72,7 +73,7 @@ def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[tuple[int,
     return tuple(known), num_prefix_tokens
 
 
-@checks.cached
+@cached
 def static(
     x: Struct,
     theta: Struct,
@@ -92,7 +93,7 @@ def static(
     All arguments are hashable, so this runs once for equal ones. `axes` are those of positions that
     all batch elements share: "N", or "N K" on a grid.
     """
-    checks.implementation(implementation, config, LrpeCosineConfig)
+    implementations.check(implementation, config, LrpeCosineConfig)
     checks.floating("x", x)
     sizes = _sizes(x, layout)
     num_axes = len(shape or ()) if "K" in axes else 1
@@ -125,15 +126,15 @@ def _implementation(
     implementation: Implementation | None, x: Struct, sizes: dict[str, int], act: str
 ) -> Implementation | None:
     """The reference where no kernel serves, else the implementation asked for."""
-    implementation = checks.kernel_or_reference(implementation, x.dtype, sizes)
+    implementation = implementations.kernel_or_reference(implementation, x.dtype, sizes)
     if implementation == "xla":
         return implementation
     rows = sizes["N"] * sizes.get("H", 1)
     if act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
         of = f"a softmax over {sizes['D']} features"
-        return checks.reference_instead(implementation, of)
-    if rows > checks.LONGEST:
-        return checks.reference_instead(implementation, f"N * H = {rows} rows")
+        return implementations.reference_instead(implementation, of)
+    if rows > implementations.LONGEST:
+        return implementations.reference_instead(implementation, f"N * H = {rows} rows")
     return implementation
 
 

@@ -11,11 +11,10 @@ from jax.typing import ArrayLike
 from pallas_ops.core import checks, forward_mode, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
-from pallas_ops.ops.tpa_decode import reference, vjp
-from pallas_ops.ops.tpa_decode.cache import QUANTISED
+from pallas_ops.core.signatures import signature
+from pallas_ops.ops.tpa_decode import reference, refusals, vjp
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
 
-Struct = jax.ShapeDtypeStruct
 Factors = tuple[jax.Array | None, ...]
 FACTORS = ("aq", "ak", "av", "bq", "bk", "bv")
 SCALES = ("scale", "scale_q", "scale_k", "scale_v")
@@ -183,9 +182,9 @@ def prepare(
     table = checks.optional_array("page_table", page_table)
     dtype = wide(arrays[0].dtype)
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
-    signatures = map(checks.signature, (*arrays, lengths, table))
+    signatures = map(signature, (*arrays, lengths, table))
     facts: Any = (*signatures, window, batch_invariant, axis_name, implementation, config)
-    sizes, static = _check(*facts)
+    sizes, static = refusals.static(*facts)
     query, value = reference.scales(*sizes, *given)
     params = vjp.Params(
         score_scale=1.0 if isinstance(query, jax.Array) else query,
@@ -195,107 +194,6 @@ def prepare(
     )
     arrays_of = (x if isinstance(x, jax.Array) else None for x in (query, value))
     return params, axis_name, arrays, lengths, table, Scales(*arrays_of)
-
-
-@checks.cached
-def _check(
-    aq: Struct,
-    ak: Struct,
-    av: Struct,
-    bq: Struct | None,
-    bk: Struct,
-    bv: Struct,
-    lengths: Struct | None,
-    page_table: Struct | None,
-    window: SupportsIndex | None,
-    batch_invariant: bool | np.bool_,
-    axis_name: str | None,
-    implementation: Implementation | None,
-    config: TpaDecodeConfig | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """D, R, Rk, Rv and static arguments, or a refusal; of what can be hashed, so it runs once."""
-    checks.implementation(implementation, config, TpaDecodeConfig)
-    arrays = dict(aq=aq, ak=ak, av=av, bk=bk, bv=bv) | ({} if bq is None else dict(bq=bq))
-    sizes = {"Rk": 1, "Rv": 1} | _sizes(arrays, lengths, page_table)
-    _check_dtypes(arrays)
-    if window is not None:
-        window = min(checks.integer("window", window, least=1), checks.LONGEST)
-        if axis_name is None and isinstance(sizes["M"], int) and window >= sizes["M"]:
-            window = None
-    if page_table is not None and axis_name is not None:
-        raise ValueError("page_table and axis_name are both given; accepted: one of them")
-    batch_invariant = checks.flag("batch_invariant", batch_invariant)
-    if batch_invariant and config is not None:
-        raise ValueError("config and batch_invariant are both given; accepted: one of them")
-    if config is not None and config.block_m < 16 and 1 in (sizes["Rk"], sizes["Rv"]):
-        raise ValueError(f"config.block_m is {config.block_m}; accepted: 16 or more for one rank")
-    rows = {f"N * {x}": sizes["N"] * sizes[x] for x in "HR" if x in sizes}
-    rows |= {f"M * {x}": sizes["M"] * sizes[x] for x in ("Rk", "Rv")}
-    if page_table is not None:
-        keys = sizes["P"] * sizes["page_size"]
-        rows |= {f"P * page_size * {x}": keys * sizes[x] for x in ("Rk", "Rv")}
-    implementation = checks.kernel_or_reference(implementation, aq.dtype, sizes | rows)
-    static = dict(implementation=implementation, window=window, batch_invariant=batch_invariant)
-    return tuple(sizes.get(letter) for letter in ("D", "R", "Rk", "Rv")), static
-
-
-def _sizes(
-    arrays: dict[str, Struct], lengths: Struct | None, page_table: Struct | None
-) -> dict[str, int]:
-    """By letter. aq comes last: of its axes the others tell which are the heads."""
-    axes, query = checks.Axes(), "B N H D"
-    cache = "B M" if page_table is None else "P page_size"
-    if "bq" in arrays:
-        query = "B N H R"
-        axes.check("bq", arrays["bq"], "B N R D")
-    for letter, width in (("k", "D"), ("v", "E")):
-        a, b = arrays[f"a{letter}"], arrays[f"b{letter}"]
-        forms = (cache, f"{cache} R{letter}")
-        axes.check(f"a{letter}", a, *(f"{form} H" for form in forms))
-        axes.check(f"b{letter}", b, f"{forms[len(a.shape) - 3]} {width}")
-    axes.check("aq", arrays["aq"], query)
-    if lengths is not None:
-        checks.integers("lengths", lengths)
-        axes.check("lengths", lengths, "", "B")
-    if page_table is not None:
-        checks.integers("page_table", page_table)
-        axes.check("page_table", page_table, "B pages")
-        if lengths is None:
-            raise ValueError("lengths is None; accepted: integers [B] or [], for there are pages")
-        axes.learn("page_table", M=axes.sizes["pages"] * axes.sizes["page_size"])
-    return axes.sizes
-
-
-def _check_dtypes(arrays: dict[str, Struct]) -> None:
-    """One of the queries, and one of the cache, which may be narrower."""
-    for name, x in arrays.items():
-        if name not in ("bk", "bv") or x.dtype not in QUANTISED:
-            checks.floating(name, x)
-    checks.same_dtype("ak", "av", arrays=arrays)
-    checks.same_dtype("bk", "bv", arrays=arrays)
-    if arrays["bk"].dtype not in QUANTISED:
-        checks.same_dtype("ak", "bk", arrays=arrays)
-    checks.same_dtype("aq", *(name for name in arrays if name == "bq"), arrays=arrays)
-    query, cache = arrays["aq"].dtype, arrays["ak"].dtype
-    if query != cache and not (query == jnp.float32 and cache.itemsize == 2):
-        raise TypeError(
-            f"aq.dtype is '{query}'; accepted: that of the cache, {cache}, or float32 beside a "
-            "cache of 16 bits"
-        )
-
-
-@jax.custom_jvp
-def no_gradient(x: jax.Array) -> jax.Array:
-    """A quantised factor: a TypeError where it is differentiated."""
-    return x
-
-
-@no_gradient.defjvp
-def _(primals: Any, _: Any) -> Any:
-    raise TypeError(
-        f"tpa_decode is differentiated in a factor of dtype {primals[0].dtype}; accepted: in "
-        "factors that are not quantised"
-    )
 
 
 def evaluate(
@@ -315,7 +213,7 @@ def evaluate(
         bq = None if bq is None else bq.astype(full)
     ak, av, bk, bv = reference.with_ranks(ak, av, bk, bv)
     if bk.dtype != ak.dtype:
-        bk, bv = no_gradient(bk), no_gradient(bv)
+        bk, bv = refusals.no_gradient(bk), refusals.no_gradient(bv)
     if lengths is not None:  # below 0 and 0 mean the same
         lengths = reference.as_int32(lengths)
     n, m = aq.shape[1], ak.shape[1]

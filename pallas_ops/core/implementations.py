@@ -1,0 +1,48 @@
+"""Whether a call runs as its kernel or as its reference, and refusals of what no kernel takes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_ops.core import checks
+from pallas_ops.core.dispatch import Implementation
+
+IMPLEMENTATIONS = (None, "triton", "xla", "interpret")
+LONGEST = 2**31 - 2**20  # an axis along which an int32 counts, and a tile beyond
+
+
+def check(value: Any, config: Any, cls: type) -> None:
+    """One of those there are; a config, if any, is its kernel's."""
+    checks.one_of("implementation", value, IMPLEMENTATIONS)
+    checks.instance("config", config, cls)
+    if value == "xla" and config is not None:
+        raise ValueError("config and implementation='xla' are both given; accepted: one of them")
+
+
+def kernel_or_reference(
+    implementation: Implementation | None, dtype: Any, sizes: Mapping[str, int]
+) -> Implementation | None:
+    """The reference for what no kernel takes (float64, an axis of size 0); else as asked."""
+    unknown = [name for name, size in sizes.items() if not isinstance(size, int)]
+    if unknown:  # of `jax.export`
+        return reference_instead(implementation, f"symbolic sizes ({', '.join(unknown)})")
+    empty = [name for name, size in sizes.items() if size == 0]
+    if empty:
+        return reference_instead(implementation, f"an axis of size 0 ({', '.join(empty)})")
+    long = [name for name, size in sizes.items() if size > LONGEST]
+    if long:
+        return reference_instead(implementation, f"more than 2**31 - 2**20 ({', '.join(long)})")
+    if jnp.dtype(dtype) not in checks.KERNEL_DTYPES:
+        return reference_instead(implementation, jnp.dtype(dtype).name)
+    return implementation
+
+
+def reference_instead(implementation: Implementation | None, of: str) -> Implementation:
+    """The reference, since no kernel takes `of`; a refusal if the kernel was asked for."""
+    if implementation in ("triton", "interpret"):
+        raise ValueError(
+            f"{checks.shown('implementation', implementation)}, whose kernel does not take {of}; "
+            "accepted: None or 'xla'"
+        )
+    return "xla"
