@@ -1,16 +1,15 @@
 """A server in miniature: many requests decoded together, from one pool of pages.
 
-`python examples/tpa_server.py` serves requests that arrive one after the other to a small model
-with tensor-product attention. Prompts that begin alike share the pages of what they share. A
-prompt is read in chunks, between steps that write one token of every other request; whoever
-finishes frees its pages and its place. In the end each request is decoded alone, from a cache of
-its own, and must come to the same tokens and logits, to the bit.
+`python examples/tpa_server.py` serves requests that arrive one after the other to the model of
+`tpa_decoder.py`. Prompts that begin alike share the pages of what they share. A prompt is read in
+chunks, between steps that write one token of every other request; whoever finishes frees its pages
+and its place. In the end each request is decoded alone, from a cache of its own, and must come to
+the same tokens and logits, to the bit.
 """
 
 import collections
 import dataclasses
 import time
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,107 +17,12 @@ import numpy as np
 from flax import nnx
 from rich.progress import Progress
 
-import pallas_ops
+from tpa_decoder import Cache, Model
 
 CHUNK = 16  # tokens of a prompt that are read at once
 PAGE = 8  # tokens; a chunk has whole pages
 MOST_PAGES = 9  # of a request
 IDLE = -1  # the length of a place that nobody has: nothing is written there
-
-
-class Cache(NamedTuple):
-    """One layer's factors: [pages, PAGE, rank, H or D], or [B, M, rank, H or D]."""
-
-    ak: jax.Array
-    av: jax.Array
-    bk: jax.Array
-    bv: jax.Array
-
-
-class Attention(nnx.Module):
-    """Keys and values of rank 2, whose feature factors are rotated by position (RoPE)."""
-
-    def __init__(self, width: int, heads: int, dim: int, rank: int, *, rngs: nnx.Rngs) -> None:
-        self.heads, self.dim, self.rank = heads, dim, rank
-        self.query = nnx.Linear(width, rank * (heads + dim), rngs=rngs)
-        self.key = nnx.Linear(width, 2 * (heads + dim), rngs=rngs)
-        self.value = nnx.Linear(width, 2 * (heads + dim), rngs=rngs)
-        self.out = nnx.Linear(heads * dim, width, rngs=rngs)
-
-    def empty_cache(self, pages: int, size: int) -> Cache:
-        widths = (self.heads, self.heads, self.dim, self.dim)
-        return Cache(*(jnp.zeros((pages, size, 2, width), jnp.bfloat16) for width in widths))
-
-    def __call__(
-        self, x: jax.Array, cache: Cache, lengths: jax.Array, table: jax.Array | None
-    ) -> tuple[jax.Array, Cache]:
-        """x [B, N, width] stands behind `lengths` [B] tokens."""
-        batch, n, _ = x.shape
-        positions = lengths[:, None] + jnp.arange(n)[None]
-        aq, bq = self._factors(self.query(x), self.rank)
-        ak, bk = self._factors(self.key(x), 2)
-        av, bv = self._factors(self.value(x), 2)
-        new = Cache(ak, av, rotated(bk, positions), bv)
-        new = Cache(*(y.astype(old.dtype) for y, old in zip(new, cache, strict=True)))
-        cache = pallas_ops.tpa_append(cache, new, lengths, page_table=table)
-        out = pallas_ops.tpa_decode(
-            jnp.swapaxes(aq, 2, 3),
-            cache.ak,
-            cache.av,
-            rotated(bq, positions),
-            cache.bk,
-            cache.bv,
-            lengths=lengths + n,
-            page_table=table,
-            batch_invariant=True,  # so that a request's tokens are those that it has alone
-        )
-        return self.out(out.reshape(batch, n, -1)), cache
-
-    def _factors(self, x: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-        """a [B, N, rank, H] and b [B, N, rank, D]"""
-        x = x.reshape(*x.shape[:2], rank, self.heads + self.dim)
-        return x[..., : self.heads], x[..., self.heads :]
-
-
-def rotated(b: jax.Array, positions: jax.Array) -> jax.Array:
-    """Feature factors b [B, N, rank, D], whose halves are turned by positions [B, N]."""
-    first, second = jnp.split(b, 2, axis=-1)
-    rate = 10_000.0 ** -(jnp.arange(first.shape[-1]) / first.shape[-1])
-    angle = positions[..., None, None].astype(rate.dtype) * rate[None, None, None]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
-
-
-class Model(nnx.Module):
-    """Embedding, layers of attention and feed-forward, and the likeliest next token."""
-
-    def __init__(self, *, vocabulary: int, width: int, layers: int, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
-        self.attention = nnx.List(
-            Attention(width, heads=4, dim=16, rank=6, rngs=rngs) for _ in range(layers)
-        )
-        self.hidden = nnx.List(nnx.Linear(width, width, rngs=rngs) for _ in range(layers))
-        self.norm = nnx.LayerNorm(width, rngs=rngs)
-
-    def empty_cache(self, pages: int, size: int) -> list[Cache]:
-        return [layer.empty_cache(pages, size) for layer in self.attention]
-
-    def __call__(
-        self,
-        tokens: jax.Array,
-        caches: list[Cache],
-        lengths: jax.Array,
-        table: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, list[Cache]]:
-        """The token [B] behind tokens [B, N], and its logit."""
-        x, new = self.embed(tokens), []
-        for attention, hidden, old in zip(self.attention, self.hidden, caches, strict=True):
-            mixed, cache = attention(self.norm(x), old, lengths, table)
-            x = x + mixed
-            x = x + jax.nn.silu(hidden(self.norm(x)))
-            new.append(cache)
-        logits = self.embed.attend(self.norm(x[:, -1]))
-        return logits.argmax(axis=-1), logits.max(axis=-1), new
 
 
 @nnx.jit(donate_argnames="caches")
@@ -129,8 +33,12 @@ def read(
     lengths: jax.Array,
     table: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, list[Cache]]:
-    """Compiled twice: for a chunk of one prompt, and for a token of every place."""
-    return model(tokens, caches, lengths, table)
+    """The likeliest token [B] after tokens [B, N], and its logit.
+
+    Compiled twice: for a chunk of one prompt, and for a token of every place.
+    """
+    logits, caches = model(tokens, caches, lengths, table)
+    return logits[:, -1].argmax(axis=-1), logits[:, -1].max(axis=-1), caches
 
 
 @dataclasses.dataclass
@@ -165,7 +73,7 @@ class Server:
     """Places for requests, and pages for what they have read and written."""
 
     def __init__(self, model: Model, *, places: int, pages: int) -> None:
-        self.model, self.caches = model, model.empty_cache(pages, PAGE)
+        self.model, self.caches = model, model.empty_cache(pages, PAGE, jnp.bfloat16)
         self.running: list[Request | None] = [None] * places
         self.waiting: collections.deque[Request] = collections.deque()
         self.table = np.full((places, MOST_PAGES), -1, np.int32)
@@ -236,7 +144,7 @@ class Server:
 def alone(model: Model, request: Request, places: int) -> Request:
     """The request by itself, from a cache of its own, at the place that it had."""
     again = Request(request.prompt, request.num_new, list(request.prompt))
-    caches = model.empty_cache(1, MOST_PAGES * PAGE)
+    caches = model.empty_cache(1, MOST_PAGES * PAGE, jnp.bfloat16)
     while again.reads_chunks:
         chunk = jnp.array([again.tokens[again.length : again.length + CHUNK]])
         after, logit, caches = read(model, chunk, caches, jnp.array([again.length]))
@@ -264,7 +172,8 @@ def requests(count: int, rng: np.random.Generator) -> list[Request]:
 
 def main(*, count: int = 12, places: int = 4, pages: int = 28) -> list[Request]:
     """The requests, finished."""
-    model = Model(vocabulary=64, width=32, layers=2, rngs=nnx.Rngs(0))
+    # Batch invariant, so that a request's tokens are those that it has alone.
+    model = Model(vocabulary=64, width=32, layers=2, batch_invariant=True, rngs=nnx.Rngs(0))
     server = Server(model, places=places, pages=pages)
     arriving = collections.deque(requests(count, np.random.default_rng(0)))
     finished: list[Request] = []

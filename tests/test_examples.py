@@ -1,6 +1,9 @@
 """The examples run, and check themselves."""
 
-from examples import linear_attention, min_gru, tpa_decoder, tpa_server
+import linear_attention
+import min_gru
+import tpa_decoder
+import tpa_server
 
 
 def test_tpa_decoder() -> None:
