@@ -9,13 +9,10 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import importlib.util
 import math
 import os
 import pathlib
 import re
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +24,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_ops.core import card
+from tests import ptxas
 
 REQUIRED = "PALLAS_OPS_REQUIRE_COMPILE"  # "1": a missing compiler is a failure, not a skip
 
@@ -52,26 +50,10 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{name}"
 """
 
-_PTXAS_REPORT = re.compile(
-    r"Compiling entry function '([^']+)'.*?"
-    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
-    r"Used (\d+) registers",
-    re.DOTALL,
-)
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute"
     r"|ragged-all-to-all|reduce-scatter)(?:-start)?\("
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """What ptxas says of one kernel; the stack holds spills and any arrays in local memory."""
-
-    name: str
-    registers: int
-    spill_bytes: int
-    stack_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,19 +64,9 @@ class Program:
     ptx: tuple[str, ...]
 
     @functools.cached_property
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[ptxas.Kernel, ...]:
         """Every kernel of the program, ours and XLA's own, by name; a Pallas kernel keeps its."""
-        return tuple(
-            Kernel(
-                name=name,
-                registers=int(registers),
-                spill_bytes=int(stores) + int(loads),
-                stack_bytes=int(stack),
-            )
-            for name, stack, stores, loads, registers in sorted(
-                found for text in self.ptx for found in _PTXAS_REPORT.findall(_assemble(text))
-            )
-        )
+        return ptxas.kernels(self.ptx)
 
     @functools.cached_property
     def hlo(self) -> str:
@@ -201,9 +173,9 @@ def on_h200() -> contextlib.AbstractContextManager[Any]:
 
 def why_unavailable() -> str | None:
     """What is missing to compile for an H200, or None."""
-    if not any(_find(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
+    if not any(ptxas.folders(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
         return "JAX's CUDA plugin is not installed"
-    if _ptxas() is None:
+    if ptxas.executable() is None:
         return "ptxas is not installed"
     return None
 
@@ -239,26 +211,3 @@ def _structs(tree: Any, sharding: NamedSharding | None = None) -> Any:
 
 def _jitted(fn: Callable[..., Any]) -> Any:
     return fn if hasattr(fn, "trace") else jax.jit(fn)
-
-
-def _find(module: str) -> list[str]:
-    """The folders of an installed package, without importing it."""
-    with contextlib.suppress(ModuleNotFoundError):
-        if spec := importlib.util.find_spec(module):
-            return list(spec.submodule_search_locations or [])
-    return []
-
-
-@functools.cache
-def _ptxas() -> str | None:
-    """The wheel's assembler, which JAX prefers as well, or else the system's."""
-    wheels = [*_find("nvidia.cuda_nvcc"), *_find("nvidia.cu13")]
-    folders = [os.path.join(wheel, "bin") for wheel in wheels]
-    return shutil.which("ptxas", path=os.pathsep.join(folders)) or shutil.which("ptxas")
-
-
-def _assemble(ptx: str) -> str:
-    """What `ptxas -v` has to say."""
-    arch = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)[0]
-    command = [_ptxas() or "ptxas", "-v", f"-arch={arch}", "-o", os.devnull, "-"]
-    return subprocess.run(command, input=ptx, text=True, capture_output=True, check=True).stderr

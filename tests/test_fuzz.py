@@ -31,22 +31,18 @@ from pallas_ops import (
 from tests import chunk_cumsum_decay, logcumsumexp, tpa_decode
 from tests.fuzz import (
     Call,
-    Float64,
-    Near,
     Operand,
     Rng,
     Signature,
-    Truth,
     Values,
-    check,
     integers,
     numbers,
     pick,
     random_dtype,
     random_shape,
-    reference_gradients,
     transformed,
 )
+from tests.fuzz_check import Float64, Near, Truth, check, reference_gradients
 from tests.support import TOLERANCES, kernel_implementation, to_float64
 from tests.test_lrpe_cosine import loop as lrpe_cosine_loop
 

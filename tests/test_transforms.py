@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_ops
+from tests.batches import batched, loop
 from tests.ops import (
     TERMS,
     Arrays,
     TestedOp,
-    batched,
     compiled,
     every_op,
-    loop,
     pullback,
     random_weights,
     weighted,

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.ops import OPS, TERMS, Axes, TestedOp, batched, compiled, every_op, loop, weighted
+from tests.batches import Axes, batched, loop
+from tests.ops import OPS, TERMS, TestedOp, compiled, every_op, weighted
 from tests.support import assert_close, kernel_implementation, random_cotangents
 
 KERNEL = kernel_implementation()
