@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.machine import TYPES, Machine, Run, instruction
-from tests.ptx.memory import MachineError
+from tests.ptx.memory import Array, MachineError
 from tests.ptx.program import Instruction
 
 INTEGER = r"[bsu](16|32|64)"
@@ -45,6 +45,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     rf"min\.{INTEGER}": np.minimum,
     rf"max\.{INTEGER}": np.maximum,
     r"min\.relu\.s32": lambda a, b: np.maximum(np.minimum(a, b), 0),
+    r"max\.relu\.s32": lambda a, b: np.maximum(np.maximum(a, b), 0),
     r"min\.f32": _smaller,
     r"max\.f32": _larger,
 }
@@ -57,14 +58,38 @@ def negate_half_width(m: Machine, i: Instruction) -> None:
     m.write(i.operands[0], m.read(i.operands[1], "u16") ^ np.uint16(0x8000))
 
 
-@instruction(r"(max|sub(\.rn)?)\.bf16x2")
+PAIRS: dict[str, Callable[..., Any]] = {
+    "max": _larger,
+    "add": np.add,
+    "sub": np.subtract,
+    "fma": lambda a, b, c: a * b + c,  # products of two are exact in float32
+}
+
+
+@instruction(r"(max|sub(\.rn)?)\.bf16x2|add\.rn\.f16x2|fma\.rn\.bf16x2")
 def pairs_of_half_width(m: Machine, i: Instruction) -> None:
-    fn = _larger if i.words[0] == "max" else np.subtract
-    a, b = (m.read(x, "u32") for x in i.operands[1:])
-    low = fn(*((x << np.uint32(16)).view(np.float32) for x in (a, b)))
-    high = fn(*((x & np.uint32(0xFFFF0000)).view(np.float32) for x in (a, b)))
-    high, low = (x.astype(TYPES["bf16"]).view(np.uint16).astype(np.uint32) for x in (high, low))
-    m.write(i.operands[0], high << np.uint32(16) | low)
+    dtype, pairs = TYPES[i.words[-1][:-2]], [m.read(x, "u32") for x in i.operands[1:]]
+
+    def of_halves(shift: int) -> Array:
+        halves = ((x >> np.uint32(shift)).astype(np.uint16).view(dtype) for x in pairs)
+        result = np.asarray(PAIRS[i.words[0]](*(x.astype(np.float32) for x in halves)))
+        return result.astype(dtype).view(np.uint16).astype(np.uint32)
+
+    m.write(i.operands[0], of_halves(16) << np.uint32(16) | of_halves(0))
+
+
+@instruction(r"lop3\.b32")
+def logic_of_three(m: Machine, i: Instruction) -> None:
+    """Bit by bit what the last operand, a table of eight bits, says of a, b and c."""
+    *operands, table = (m.read(x, "u32") for x in i.operands[1:])
+    result = np.zeros_like(operands[0])
+    for k in range(8):
+        chosen = table >> np.uint32(k) & np.uint32(1)
+        match = np.uint32(0xFFFFFFFF) * chosen
+        for place, x in zip((4, 2, 1), operands, strict=True):
+            match = match & (x if k & place else ~x)
+        result = result | match
+    m.write(i.operands[0], result)
 
 
 @instruction(r"mad\.lo\.[su](16|32|64)")

@@ -48,6 +48,7 @@ class Sizes:
     wide_queries: bool = False  # whether aq and bq are float32 beside a cache of 16 bits
     has_bq: bool = True  # else aq is q itself, and r is D
     quantised: str | None = None  # the dtype of bk and bv where they have 8 bits
+    out_dtype: str = "float32"
     pool: int | None = None  # how many keys all pages have
 
     @property
@@ -55,12 +56,26 @@ class Sizes:
         return tile(self.r)
 
     @property
+    def parts(self) -> int:
+        """In how many tiles features come: bytes are loaded two at once, as words."""
+        return 2 if self.quantised else 1
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether products may be: of factors of eight bits, for an output of 16."""
+        return self.quantised is not None and {self.dtype, self.out_dtype} == {"bfloat16"}
+
+    @property
     def tile_d(self) -> int:
-        return tile(self.d)
+        return self.features(self.d)
 
     @property
     def tile_e(self) -> int:
-        return tile(self.e)
+        return self.features(self.e)
+
+    def features(self, size: int) -> int:
+        """Of the parts of so many features, all lanes."""
+        return self.parts * tile(-(-size // self.parts))
 
     @property
     def operand_bytes(self) -> tuple[int, int]:
@@ -112,9 +127,7 @@ class Sizes:
         heads *= (self.tile_rk + self.tile_rv) * width
         features = self.tile_rk * self.tile_d + self.tile_rv * self.tile_e
         buffers, table = max(c.num_stages - 1, 1), 8 * self.most_ranks if self.pool else 0
-        if self.quantised:  # and widened for the products
-            return buffers * (heads + features + table) + width * features
-        return buffers * (heads + width * features + table)
+        return buffers * (heads + (1 if self.quantised else width) * features + table)
 
 
 def tile(size: int) -> int:
@@ -137,8 +150,10 @@ def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     own, mixed = s.operand_bytes
     queries = own * (ranks or rows) * s.tile_d + (2 + mixed) * rows * ranks
     scores = (4 if mixed == 2 else 12) * rows * s.most_ranks
-    products = own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores
-    key = s.buffer_bytes(c, heads) + 8 * s.tile_rk * ranks + max(products) + s.exchange_bytes(rows)
+    products = max(own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores)
+    if s.is_rounded:  # widened in registers
+        products = scores
+    key = s.buffer_bytes(c, heads) + 8 * s.tile_rk * ranks + products + s.exchange_bytes(rows)
     return max(queries + c.block_m * key, 4 * rows * s.tile_e)  # the latter stores the output
 
 
@@ -202,18 +217,24 @@ def _choose_keys(
         block_m, most_programs = min(entries, power_of_two(keys)), 2
     elif s.has_few_features and s.most_ranks == 1:
         block_m, num_stages, most_programs = min(64, block_m), 3, 3 if block_h > 16 else 2
+    elif s.is_rounded:
+        num_stages, most_programs = 3, 2
+    num_warps = 4 if rows * s.tile_e <= 64 * 128 else 8
+    if s.is_rounded and s.tile_e // s.parts <= rows < 64:
+        # Of a tile with as many rows as columns each warp takes 16 rows.
+        num_warps, most_programs = rows // 16, 4
     c = TpaDecodeConfig(
         block_h=block_h,
         block_n=block_n,
         block_m=max(s.least_block_m, min(block_m, entries // s.most_ranks)),
         num_splits=num_splits,
-        num_warps=4 if rows * s.tile_e <= 64 * 128 else 8,
+        num_warps=num_warps,
         num_stages=num_stages,
     )
     taken = forward_bytes(s, c) * 5 // 6  # nearer than the bound
     for programs in range(2, most_programs + 1):
         splits, keys = keys_of_split(programs)
-        if keys >= 384 * (programs - 1) and taken <= card.shared_memory // programs:
+        if keys >= 96 * c.num_warps * (programs - 1) and taken <= card.shared_memory // programs:
             c = dataclasses.replace(c, num_splits=splits)
     return fit(s, c, forward_bytes, card)
 

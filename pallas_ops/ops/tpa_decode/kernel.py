@@ -18,23 +18,30 @@ from pallas_ops.core import card
 from pallas_ops.core.backend import NoKernelError, plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, span
+from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, choose, tile
-from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, each_rank, key_range, sum_ranks
+from pallas_ops.ops.tpa_decode.keys import (
+    Keys,
+    blocks_of_split,
+    each_rank,
+    key_range,
+    sum_ranks,
+)
 from pallas_ops.ops.tpa_decode.matmul import dot
+from pallas_ops.ops.tpa_decode.merge import merge
+from pallas_ops.ops.tpa_decode.queries import Queries
 from pallas_ops.ops.tpa_decode.tiles import (
+    LOWEST,
     Plan,
     Rows,
     flat,
-    load,
     per_batch,
     sizes,
     store,
 )
+from pallas_ops.ops.tpa_decode.words import join, pack
 
-LOWEST = float(jnp.finfo(jnp.float32).min)
-
-State = tuple[jax.Array, jax.Array, jax.Array]  # maximum, sum and accumulator of some rows
+State = tuple[jax.Array, jax.Array, list[jax.Array]]  # maximum, sum, accumulators of some rows
 
 
 def forward(
@@ -58,8 +65,8 @@ def forward(
 
     With a page table the cache's factors have [pages, page size] in place of [B, M].
     """
-    s = sizes(aq, ak, av, bq, bk, bv, page_table)
-    _check_card(s)
+    s = sizes(aq, ak, av, bq, bk, bv, page_table, out_dtype)
+    _check_features(s)
     c = config or choose(s, card.current(), batch_invariant=batch_invariant)
     pages = None if page_table is None else (ak.shape[0], ak.shape[1])
     plan = Plan(s, c, score_scale, value_scale, window, batch_invariant, pages)
@@ -67,6 +74,8 @@ def forward(
     if pages is not None:  # one cache for the whole batch
         ak, av, bk, bv = (x.reshape(1, -1, *x.shape[2:]) for x in (ak, av, bk, bv))
     ak, av = (x.reshape(len(x), -1) if plan.pairs else flat(x, 3) for x in (ak, av))
+    if s.quantised:
+        bk, bv = pack(bk), pack(bv)
     features = (None if x is None else flat(x, 3) for x in (bq, bk, bv))
     lengths = None if lengths is None else lengths[:, None]
     operands = flat(aq, 3), ak, av, *features, lengths, page_table
@@ -86,49 +95,23 @@ def forward(
             jax.ShapeDtypeStruct((s.b, splits, rows), jnp.float32),
         ],
         num_warps=c.num_warps,
-        # Pages are looked up one stage before they are copied.
-        num_stages=c.num_stages + (pages is not None),
+        # Triton shares the stages out between two copies in a row, of the table and of its pages.
+        num_stages=c.num_stages if pages is None else 2 * c.num_stages - 1,
     )
     if splits > 1:
         # Blocks of one size add up in one order, however many splits the cache's size makes.
-        out, lse = _merge(out, lse, out_dtype, 32 if batch_invariant else tile(splits))
+        out, lse = merge(out, lse, out_dtype, 32 if batch_invariant else tile(splits))
     return out.reshape(s.b, s.n, s.h, s.e), lse.reshape(s.b, s.n, s.h)
 
 
-def _check_card(s: Sizes) -> None:
-    if s.quantised and s.quantised.startswith("float8") and card.current().capability < 89:
+def _check_features(s: Sizes) -> None:
+    """Those of eight bits are loaded two at once, and not every card has float8."""
+    is_float8 = s.quantised is not None and s.quantised.startswith("float8")
+    if s.d % s.parts or s.e % s.parts or (is_float8 and card.current().capability < 89):
         raise NoKernelError(
-            f"tpa_decode has no kernel for {s.quantised} on {card.current()}; accepted: "
-            "implementation=None or 'xla', which run jax.numpy"
+            f"tpa_decode has no kernel for {s.quantised} of D={s.d}, E={s.e} on {card.current()}; "
+            "accepted: implementation=None or 'xla', which run jax.numpy"
         )
-
-
-def _merge(
-    out: jax.Array, lse: jax.Array, out_dtype: str, block: int
-) -> tuple[jax.Array, jax.Array]:
-    """Partial results out [B, S, rows, E] and lse [B, S, rows], merged over S."""
-    b, splits, rows, e = out.shape
-    merged, total = launch(
-        partial(_merge_kernel, splits=splits, block=block, e=e),
-        out,
-        lse,
-        name="tpa_decode_merge",
-        grid=(rows, b),
-        in_specs=[
-            pl.BlockSpec((None, splits, None, e), lambda i, b: (b, 0, i, 0)),
-            pl.BlockSpec((None, splits, None), lambda i, b: (b, 0, i)),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, e), lambda i, b: (b, i, 0)),
-            pl.BlockSpec((None, 1), lambda i, b: (b, i)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((b, rows, e), jnp.dtype(out_dtype)),
-            jax.ShapeDtypeStruct((b, rows), jnp.float32),
-        ],
-        num_warps=max(1, min(8, block * tile(e) // 512)),
-    )
-    return merged, total
 
 
 def _forward_kernel(
@@ -147,83 +130,58 @@ def _forward_kernel(
 ) -> None:
     s = plan.s
     tiles = Rows.of_program(plan, pl.program_id(0) if plan.row_blocks > 1 else 0)
-    aqs, bq = [rows.load_aq(aq_ref) for rows in tiles], tiles[0].load_bq(bq_ref)
+    queries = Queries(tiles, aq_ref, bq_ref)
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
-    scale = plan.score_scale * LOG2E
+    has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
 
-    def step(i: jax.Array, states: list[State]) -> list[State]:
-        keys = Keys(plan, i, limit, first_key, table_ref)
-        stored = keys if plan.pages else Keys(plan, i, s.m)
-        bk = stored.load_b(bk_ref, s.rk, s.d)
-        inner = bk.T if bq is None else scale * dot(bq, bk.T, pieces=3)
+    def step(i: jax.Array, states: list[State], *, all_count: bool = False) -> list[State]:
+        # Masks are the faster ones where two tiles load of one contiguous cache, by 10 %.
+        masked = len(tiles) > 1 and table_ref is None
+        keys = Keys(plan, i, limit, first_key, table_ref, masked=masked, all_count=all_count)
+        inner = queries.inner(keys.load_b(bk_ref, s.rk, s.d))
         bv = keys.load_b(bv_ref, s.rv, s.e)
 
-        def of(rows: Rows, aq: jax.Array, state: State) -> State:
-            top, total, acc = state
-            score = dot(aq, inner, pieces=3) * stored.load_a(rows, ak_ref, s.rk)
+        def of(tile: int, state: State) -> State:
+            top, total, accs = state
+            score = queries.times(tile, inner) * keys.load_a(tiles[tile], ak_ref, s.rk)
             score = sum_ranks(score, s.rk)
-            if bq is None:
-                score *= scale
-            score = jnp.where(keys.seen(rows, length), score, -jnp.inf)
+            if bq_ref is None:
+                score *= queries.scale
+            score = jnp.where(keys.seen(tiles[tile], length), score, -jnp.inf)
             new_top = jnp.maximum(top, score.max(axis=1))
             p = exp2(score - new_top[:, None])
             fade = exp2(top - new_top)
-            weight = each_rank(p, s.rv) * keys.load_a(rows, av_ref, s.rv)
-            acc = dot(weight, bv, acc * fade[:, None], pieces=plan.pieces)
+            weight = each_rank(p, s.rv) * keys.load_a(tiles[tile], av_ref, s.rv)
+            accs = [
+                dot(weight, x, acc * fade[:, None], pieces=plan.pieces)
+                for x, acc in zip(bv, accs, strict=True)
+            ]
             if len(tiles) > 1:
                 # Triton lets a product run on into the next step, and keeps what it reads until
                 # then, unless a tile of fewer heads reads bv as well. It waits for what is used.
-                acc += 0.0
-            return new_top, total * fade + p.sum(axis=1), acc
+                accs = [acc + 0.0 for acc in accs]
+            return new_top, total * fade + p.sum(axis=1), accs
 
-        return [of(*x) for x in zip(tiles, aqs, states, strict=True)]
+        return [of(*x) for x in enumerate(states)]
 
-    def empty(num_rows: int) -> State:
-        top = jnp.full((num_rows,), LOWEST, jnp.float32)
-        return top, jnp.zeros_like(top), jnp.zeros((num_rows, s.tile_e), jnp.float32)
-
-    states = [empty(rows.index.shape[0]) for rows in tiles]
+    states = [_empty(plan, rows) for rows in tiles]
+    if has_wide_tile and plan.window is None and not Keys(plan, start, limit).all_count:
+        # Blocks of which all keys count come first. Where a block may end early ptxas makes these
+        # tiles' asynchronous products (wgmma) wait for one another: 8 % of the time.
+        whole = jnp.minimum(stop, limit // plan.c.block_m)
+        states = lax.fori_loop(start, whole, partial(step, all_count=True), states)
+        start = jnp.maximum(start, whole)
     states = lax.fori_loop(start, stop, step, states)
-    for rows, (top, total, acc) in zip(tiles, states, strict=True):
+    for rows, (top, total, accs) in zip(tiles, states, strict=True):
         none = total == 0
         nonzero = jnp.where(none, 1.0, total)
         lse = jnp.where(none, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
-        store(out_ref, acc * (plan.value_scale / nonzero)[:, None], *rows.whole(s.e))
+        store(out_ref, join(accs) * (plan.value_scale / nonzero)[:, None], *rows.whole(s.e))
         plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
 
 
-def _merge_kernel(
-    out_ref: Ref,  # [S, E]
-    lse_ref: Ref,  # [S]
-    merged_ref: Ref,  # [E]
-    total_ref: Ref,  # [1]
-    *,
-    splits: int,
-    block: int,
-    e: int,
-) -> None:
-    j = span(tile(e))
-
-    def of_block(first: jax.Array | int) -> tuple[jax.Array, ...]:
-        i = first + span(block)
-        lse = plgpu.load(lse_ref.at[i], mask=i < splits, other=-jnp.inf) * LOG2E
-        top = jnp.maximum(lse.max(), LOWEST)
-        weight = jnp.exp2(lse - top)
-        out = load(out_ref, i, j, (i < splits)[:, None] & (j < e)[None, :])
-        return top, weight.sum(), (out * weight[:, None]).sum(axis=0)
-
-    def step(k: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Splits without keys change no bit."""
-        tops, totals, accs = zip(carry, of_block(k * block), strict=True)
-        top = jnp.maximum(*tops)
-        first, second = (jnp.exp2(x - top) for x in tops)
-        return top, *(x * first + y * second for x, y in (totals, accs))
-
-    top, total, acc = of_block(0)
-    if splits > block:
-        top, total, acc = lax.fori_loop(1, pl.cdiv(splits, block), step, (top, total, acc))
-    empty = total == 0
-    nonzero = jnp.where(empty, 1.0, total)
-    plgpu.store(merged_ref.at[j], (acc * (1 / nonzero)).astype(merged_ref.dtype), mask=j < e)
-    total_ref[0] = jnp.where(empty, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
+def _empty(plan: Plan, rows: Rows) -> State:
+    top = jnp.full((len(rows.index),), LOWEST, jnp.float32)
+    acc = jnp.zeros((len(rows.index), plan.s.tile_e // plan.s.parts), jnp.float32)
+    return top, jnp.zeros_like(top), [acc] * plan.s.parts

@@ -11,13 +11,15 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly, unstack
 from pallas_ops.ops.tpa_decode.config import split_size, tile
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, grouped, load
+from pallas_ops.ops.tpa_decode.words import widen
 
 
 class Keys:
-    """One step's keys, of which those from `first` to before `stop` count.
+    """One step's keys, of which those from `first` to before `stop` count, or all do.
 
-    An entry is one rank of one key. Tiles hold a power of two of ranks a key. With a page table
-    [pages], key m is at place m % size of page table[m // size].
+    An entry is one rank of one key. Tiles hold a power of two of ranks a key. In place of a key
+    that does not count, the nearest one that does is loaded, or none (`masked`, as for stores).
+    With a page table [pages], key m is at place m % size of page table[m // size].
     """
 
     def __init__(
@@ -27,19 +29,23 @@ class Keys:
         stop: jax.Array | int,
         first: jax.Array | int = 0,
         table_ref: Ref | None = None,
+        *,
+        masked: bool = False,
+        all_count: bool = False,
     ) -> None:
-        self.plan, self.stop, self.first, self.table_ref = plan, stop, first, table_ref
-        self.begin = step * plan.c.block_m
+        self.plan, self.stop, self.table_ref = plan, stop, table_ref
+        self.first = None if isinstance(first, int) and first == 0 else first
+        self.begin, self.masked = step * plan.c.block_m, masked
+        whole = isinstance(stop, int) and stop % plan.c.block_m == 0 and self.first is None
+        self.all_count = all_count or whole
         self.index = self.begin + span(plan.c.block_m)
         self.inside = self._count(self.index)
 
     def _count(self, index: jax.Array) -> jax.Array:
+        if self.all_count:
+            return jnp.full(index.shape, True)  # the compiler cannot tell
         inside = index < self.stop
-        if isinstance(self.stop, int) and self.stop % self.plan.c.block_m == 0:
-            inside = jnp.full(index.shape, True)  # the compiler cannot tell
-        if not isinstance(self.first, int) or self.first > 0:
-            inside &= index >= self.first
-        return inside
+        return inside if self.first is None else inside & (index >= self.first)
 
     def seen(self, rows: Rows, length: jax.Array | int) -> jax.Array:
         """[rows, keys]: query n of N sees the last `window` keys m < length - (N - 1 - n)."""
@@ -51,22 +57,31 @@ class Keys:
         return seen if window is None else seen & (self.index[None, :] >= last - window)
 
     def entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """Which rows of an array [M ranks, ..] they are, and whether they count."""
+        """Which rows of an array [M ranks, ..] they are, and which of these exist."""
         if ranks == 1:
-            return self._place(self.index, self.inside), self.inside
-        key, rank = grouped(self.plan.c.block_m, power_of_two(ranks))
-        key += self.begin
-        inside = self._count(key)
-        return self._place(key, inside) * ranks + rank, inside & (rank < ranks)
+            return self._rows(self.index, None, 1)
+        return self._rows(*grouped(self.plan.c.block_m, power_of_two(ranks)), ranks)
 
     def odd_entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
         """Those of odd ranks."""
         key, rank = grouped(self.plan.c.block_m, power_of_two(ranks) // 2)
-        key += self.begin
-        inside = self._count(key)
-        return self._place(key, inside) * ranks + 2 * rank + 1, inside & (2 * rank + 1 < ranks)
+        return self._rows(key, 2 * rank + 1, ranks)
 
-    def _place(self, key: jax.Array, inside: jax.Array) -> jax.Array:
+    def _rows(
+        self, key: jax.Array, rank: jax.Array | None, ranks: int
+    ) -> tuple[jax.Array, jax.Array]:
+        if rank is not None:
+            key += self.begin
+        exists = self._count(key) if self.masked else jnp.full(key.shape, True)
+        if not self.masked and not self.all_count:
+            key = jnp.minimum(key, self.stop - 1)
+            key = key if self.first is None else jnp.maximum(key, self.first)
+        place = self._place(key)
+        if rank is None:
+            return place, exists
+        return place * ranks + rank, exists & (rank < ranks)
+
+    def _place(self, key: jax.Array) -> jax.Array:
         """Where keys are in the cache. A page out of range is taken for the nearest one."""
         if self.table_ref is None:
             return key
@@ -75,7 +90,7 @@ class Keys:
         if size % self.plan.c.block_m == 0:  # a block is within one page
             page = self.table_ref[lax.div(self.begin, size)]
             return key + (jnp.clip(page, 0, number - 1) * size - lax.div(self.begin, size) * size)
-        page = plgpu.load(self.table_ref.at[lax.div(key, size)], mask=inside, other=0)
+        page = plgpu.load(self.table_ref.at[lax.div(key, size)])
         return jnp.clip(page, 0, number - 1) * size + lax.rem(key, size)
 
     def features(self, ranks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -84,9 +99,11 @@ class Keys:
         column = span(tile(size))
         return entry, column, inside[:, None] & (column < size)[None, :]
 
-    def load_b(self, ref: Ref, ranks: int, size: int) -> jax.Array:
-        """bk or bv as [entries, size], in the dtype of the head factors."""
-        return load(ref, *self.features(ranks, size)).astype(self.plan.s.dtype)
+    def load_b(self, ref: Ref, ranks: int, size: int) -> list[jax.Array]:
+        """The parts of bk or bv, each [entries, size / parts], in the dtype of the head factors."""
+        s = self.plan.s
+        x = load(ref, *self.features(ranks, size // s.parts))
+        return [x] if s.quantised is None else [y.astype(s.dtype) for y in widen(x, s.quantised)]
 
     def heads(self, rows: Rows, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Where ak or av [M ranks, H] has these heads."""

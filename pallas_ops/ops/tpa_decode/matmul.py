@@ -9,17 +9,19 @@ from jax import lax
 
 from pallas_ops.core import launch
 
+Pieces = Literal[1, 2, 3]
+
 
 def dot(
-    a: jax.Array, b: jax.Array, acc: jax.Array | None = None, *, pieces: Literal[2, 3] = 2
+    a: jax.Array, b: jax.Array, acc: jax.Array | None = None, *, pieces: Pieces = 2
 ) -> jax.Array:
     """acc + a @ b, summed in float32, with no operand rounded to 16 bits.
 
     Products of two bfloat16 or two float16 numbers are exact in float32. A float32 tile that
     meets a bfloat16 one is taken as the sum of so many bfloat16 tiles: two are within 2**-16 of
-    it, which is enough for what is rounded to 16 bits in the end; three hold all of its bits. A
-    float16 tile that meets three is the sum of two. Any other pair runs as three TF32 products
-    (within 2**-21): two float16 pieces of a float32 number would overflow.
+    it, which is enough for what is rounded to 16 bits in the end; three hold all of its bits; one
+    is within 2**-9. A float16 tile that meets three is the sum of two. Any other pair runs as
+    three TF32 products (within 2**-21): two float16 pieces of a float32 number would overflow.
     """
     if a.dtype == b.dtype and a.dtype != jnp.float32:
         return _product(a, b, acc)
@@ -35,6 +37,14 @@ def dot(
         else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     )
     return _product(a.astype(jnp.float32), b.astype(jnp.float32), acc, precision)
+
+
+def sum_of_products(xs: list[jax.Array], ys: list[jax.Array], pieces: Pieces) -> jax.Array:
+    """xs[0] @ ys[0] + xs[1] @ ys[1] + ..."""
+    acc = dot(xs[0], ys[0], pieces=pieces)
+    for x, y in zip(xs[1:], ys[1:], strict=True):
+        acc = dot(x, y, acc, pieces=pieces)
+    return acc
 
 
 def _product(a: jax.Array, b: jax.Array, acc: jax.Array | None, precision: Any = None) -> jax.Array:

@@ -56,9 +56,12 @@ def _size(x: Any) -> Any:
 
 
 def as_int32(x: jax.Array) -> jax.Array:
-    """Integers of any dtype, clipped to those from 0 that int32 has."""
-    most = min(jnp.iinfo(x.dtype).max, jnp.iinfo(jnp.int32).max)
-    return jnp.clip(x, 0, most).astype(jnp.int32)
+    """Integers of any dtype; those that int32 has not are taken for the nearest ones."""
+    least, most = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+    info = jnp.iinfo(x.dtype)
+    if info.min < least or info.max > most:
+        x = jnp.clip(x, max(info.min, least), most)
+    return x.astype(jnp.int32)
 
 
 def local_lengths(
@@ -70,7 +73,7 @@ def local_lengths(
     """
     from_last = n != 1 or window is not None
     if axis_name is None:
-        return jnp.minimum(lengths, m) if from_last and lengths is not None else lengths
+        return jnp.clip(lengths, 0, m) if from_last and lengths is not None else lengths
     total = m * lax.axis_size(axis_name)
     start = m * lax.axis_index(axis_name)
     if lengths is not None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,10 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles, tile
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles
+from pallas_ops.ops.tpa_decode.matmul import Pieces
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +37,14 @@ class Plan:
         return pl.cdiv(self.s.h, self.c.block_h)
 
     @property
-    def pieces(self) -> Literal[2, 3]:
-        """Of a float32 side of products; float32 results need all of its bits."""
-        return 3 if self.s.wide_queries else 2
+    def pieces(self) -> Pieces:
+        """Of a float32 side of products for the output; float32 results need all of its bits."""
+        return 3 if self.s.wide_queries else 1 if self.s.is_rounded else 2
+
+    @property
+    def score_pieces(self) -> Pieces:
+        """Of scores: the log-sum-exp is float32."""
+        return 2 if self.s.is_rounded else 3
 
     @property
     def row_blocks(self) -> int:
@@ -52,6 +59,7 @@ def sizes(
     bk: jax.Array,
     bv: jax.Array,
     page_table: jax.Array | None = None,
+    out_dtype: str = "float32",
 ) -> Sizes:
     b, n, h, r = aq.shape
     first, m, rk, _ = ak.shape
@@ -73,6 +81,7 @@ def sizes(
         has_bq=bq is not None,
         pool=pool,
         quantised=None if bk.dtype == ak.dtype else bk.dtype.name,
+        out_dtype=out_dtype,
     )
 
 
@@ -144,7 +153,7 @@ class Rows:
 
     def whole(self, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Where an array [N H, size] has this program's rows."""
-        column = span(tile(size))
+        column = span(self.plan.s.features(size))
         return self.index, column, self.inside[:, None] & (column < size)[None, :]
 
     def load_aq(self, ref: Ref) -> jax.Array:

@@ -1,0 +1,75 @@
+"""Features of eight bits, loaded as words of two and widened in registers.
+
+A word's two bytes go to two tiles: first those at even places, then those at odd ones. A product
+over all features is the sum of two over half of them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_ops.core import launch
+from pallas_ops.core.backend import plgpu
+from pallas_ops.core.tiles import stack, unstack
+
+# One byte of each of two words ($1) as two bfloat16 ($0). In bfloat16, 0x4300 is 128, with seven
+# bits of mantissa below it: (0x4300 | bits 0 to 6) - (0x4300 | bit 7), whose second term is 128 or
+# 256, is the signed byte.
+_INT8 = """{
+.reg .b32 byte, value, sign, minus;
+shr.u32 byte, $1, %d;
+lop3.b32 value, byte, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 sign, byte, 0x00800080, 0x43004300, 0xEA;
+mov.b32 minus, 0xBF80BF80;
+fma.rn.bf16x2 $0, sign, minus, value;
+}"""
+_FLOAT8 = """{
+.reg .b16 first, second, byte<4>;
+.reg .b32 pair<2>;
+.reg .f32 x<2>;
+mov.b32 {first, second}, $1;
+cvt.rn.f16x2.e4m3x2 pair0, first;
+cvt.rn.f16x2.e4m3x2 pair1, second;
+mov.b32 {byte0, byte1}, pair0;
+mov.b32 {byte2, byte3}, pair1;
+cvt.f32.f16 x0, byte%d;
+cvt.f32.f16 x1, byte%d;
+cvt.rn.bf16x2.f32 $0, x1, x0;
+}"""
+_WIDEN = {
+    "int8": (_INT8 % 0, _INT8 % 8),
+    "float8_e4m3fn": (_FLOAT8 % (0, 2), _FLOAT8 % (1, 3)),
+}
+
+
+def pack(x: jax.Array) -> jax.Array:
+    """[..., 2 n] of eight bits as n words."""
+    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.int16)
+
+
+def split(x: jax.Array, parts: int) -> list[jax.Array]:
+    """[rows, features] as [rows, features / parts]: every `parts`-th, from the first one on, ..."""
+    return unstack(x.reshape(len(x), -1, parts))
+
+
+def join(xs: list[jax.Array]) -> jax.Array:
+    """The inverse of `split`."""
+    return stack(xs).reshape(len(xs[0]), -1)
+
+
+def widen(x: jax.Array, dtype: str) -> list[jax.Array]:
+    """Words as their first bytes and their second ones, in bfloat16, exactly."""
+    if launch.is_interpreted():
+        return unstack(lax.bitcast_convert_type(x, jnp.dtype(dtype)).astype(jnp.bfloat16))
+    return [_of_two_words(ptx, x) for ptx in _WIDEN[dtype]]
+
+
+def _of_two_words(ptx: str, x: jax.Array) -> jax.Array:
+    (result,) = plgpu.elementwise_inline_asm(
+        ptx,
+        args=[x],
+        constraints="=r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
+    )
+    return result
