@@ -9,12 +9,11 @@ from jax import lax
 from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_ops.core import vary
 from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import is_explicit
+from pallas_ops.core.shards import AxisName, gather
 
 Scale = float | jax.Array
-AxisName = str | tuple[str, ...]  # of a mesh
 
 
 def _einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -177,10 +176,7 @@ def merge_shards(
 
     One exchange: every device gets all partial results, and adds them up in one order.
     """
-    # Where replication is checked, all devices' results count as one again.
-    checked = bool(vary.axes(lax.axis_index(axis_name)))
-    packed = jnp.concatenate([out, lse[..., None].astype(out.dtype)], axis=-1)
-    parts = lax.all_gather(packed, axis_name, to="invarying" if checked else "varying")
+    parts = gather(jnp.concatenate([out, lse[..., None].astype(out.dtype)], axis=-1), axis_name)
     return merge(parts[..., :-1], parts[..., -1])
 
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_ops.core import card
-from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op, Shards
+from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import call, reshard_like
+from pallas_ops.core.shards import AxisName
 from pallas_ops.ops.tpa_decode import kernel, kernel_backward
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose_backward
 from pallas_ops.ops.tpa_decode.reference import (
@@ -112,26 +113,31 @@ def _backward_kernel(*operands: Any, **static: Any) -> tuple[jax.Array, ...]:
     return kernel_backward.backward(*operands, **static, config=config)
 
 
-def _of_shard(bound: Bound, xs: Arrays, mesh_axes: tuple[str, ...]) -> tuple[Bound, Arrays]:
-    """The call on one shard's keys: lengths count from its first key, results have float32."""
-    size = bound.sizes(xs)
-    static: dict[str, Any] = dict(bound.static)
-    lengths = bound.fill(xs)[LENGTHS]
-    lengths = local_lengths(lengths, size["n"], size["m"], static["window"], mesh_axes)
+def _lengths_of_shard(mesh_axes: AxisName, operands: Any, window: int | None) -> Any:
+    """The operands with lengths that count from the shard's first key."""
+    aq, ak, lengths = operands[0], operands[1], operands[LENGTHS]
+    lengths = local_lengths(lengths, aq.shape[1], ak.shape[1], window, mesh_axes)
     if lengths is not None and not lengths.ndim:
-        lengths = jnp.broadcast_to(lengths, (size["b"],))
-    bound, xs = bound.with_operand(LENGTHS, lengths, xs)
-    if "out_dtype" in static:
-        static["out_dtype"] = "float32"
-    return dataclasses.replace(bound, static=tuple(static.items())), xs
+        lengths = jnp.broadcast_to(lengths, aq.shape[:1])
+    return *operands[:LENGTHS], lengths, *operands[LENGTHS + 1 :]
 
 
-def _of_shards(
-    bound: Bound, results: Arrays, mesh_axes: tuple[str, ...]
+def _forward_of_shard(
+    run: Any, mesh_axes: AxisName, *operands: Any, out_dtype: str, **static: Any
 ) -> tuple[jax.Array, jax.Array]:
-    static: dict[str, Any] = dict(bound.static)
-    out, lse = merge_shards(results[0], results[1], mesh_axes)
-    return out.astype(static["out_dtype"]), lse
+    """Partial results are float32, and merged."""
+    operands = _lengths_of_shard(mesh_axes, operands, static["window"])
+    out, lse = run(FORWARD, *operands, **static, out_dtype="float32")
+    out, lse = merge_shards(out, lse, mesh_axes)
+    return out.astype(out_dtype), lse
+
+
+def _backward_of_shard(
+    run: Any, mesh_axes: AxisName, *operands: Any, **static: Any
+) -> tuple[jax.Array, ...]:
+    operands = _lengths_of_shard(mesh_axes, operands, static["window"])
+    grads: tuple[jax.Array, ...] = run(backward_op(operands[3] is not None), *operands, **static)
+    return grads
 
 
 FORWARD = Op(
@@ -141,7 +147,7 @@ FORWARD = Op(
     operands=(*FACTORS, "b"),
     results=("b n h e", "b n h"),
     unsharded=UNSHARDED,
-    shards={"m": Shards(local=_of_shard, merge=_of_shards)},
+    shards=("m", _forward_of_shard),
 )
 
 
@@ -150,7 +156,7 @@ PAGED = dataclasses.replace(
     name="tpa_decode_paged",
     operands=(*(x.replace("b m", "p s") for x in FACTORS), "b", "b t"),
     unsharded=(*UNSHARDED, "p", "s", "t"),
-    shards={},
+    shards=None,
 )
 
 
@@ -169,7 +175,7 @@ def backward_op(has_bq: bool) -> Op:
         unsharded=UNSHARDED,
         summed=tuple(summed.values()),
         added_once=((10, "e"),),
-        shards={"m": Shards(local=_of_shard)},
+        shards=("m", _backward_of_shard),
     )
 
 

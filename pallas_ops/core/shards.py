@@ -1,0 +1,34 @@
+"""What the shards of an axis exchange: inside `jax.shard_map`, or in one device's program."""
+
+import jax
+from jax import lax
+
+from pallas_ops.core import vary
+
+AxisName = str | tuple[str, ...]  # of a mesh; of several, the major one first
+
+
+def checked(axis_name: AxisName) -> bool:
+    """Whether types say what varies over these mesh axes (the check of `jax.shard_map`)."""
+    return bool(vary.axes(lax.axis_index(axis_name)))
+
+
+def is_replicated(x: jax.Array, axis_name: AxisName) -> bool:
+    """Whether the type of x says that all shards have the same."""
+    names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    return checked(axis_name) and names.isdisjoint(vary.axes(x))
+
+
+def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The x of all shards, along a new first axis: one exchange, after which all have the same."""
+    known = checked(axis_name)
+    if known and is_replicated(x, axis_name):
+        x = lax.pcast(x, axis_name, to="varying")
+    y: jax.Array = lax.all_gather(x, axis_name, to="invarying" if known else "varying")
+    return y
+
+
+def order(axis_name: AxisName, *, reverse: bool) -> tuple[jax.Array, int]:
+    """This shard's number, in the order in which a running sum meets the shards; their count."""
+    count, number = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    return count - 1 - number if reverse else number, count
