@@ -19,6 +19,15 @@ def is_replicated(x: jax.Array, axis_name: AxisName) -> bool:
     return checked(axis_name) and names.isdisjoint(vary.axes(x))
 
 
+def unify(
+    axis_name: AxisName, x: jax.Array, y: jax.Array | None
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """`vary.unify`, but what all shards have stays so: then its gradient is no sum over them."""
+    names = vary.axes(x, y, lax.axis_index(axis_name))
+    known = y is not None and is_replicated(y, axis_name)
+    return vary.over(x, names), vary.over(y, names - set(axis_name) if known else names)
+
+
 def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """The x of all shards, along a new first axis: one exchange, after which all have the same."""
     known = checked(axis_name)
