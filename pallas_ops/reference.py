@@ -86,10 +86,11 @@ def lrpe_cosine(
     act: Act = "none",
     axis: SupportsIndex | None = None,
     layout: Layout = "BNHD",
+    axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.lrpe_cosine` in jax.numpy."""
     op = _lrpe_cosine
-    return op.evaluate(*op.prepare(x, theta, offset, positions, act, axis, layout))
+    return op.evaluate(*op.prepare(x, theta, offset, positions, axis_name, act, axis, layout))
 
 
 def md_lrpe_cosine(

@@ -234,7 +234,8 @@ OPS = [
         gradient_kernels=("lrpe_cosine_mean", "lrpe_cosine_gradients"),
         residuals=LRPE_COSINE_RESIDUALS,
         split=("b", "h"),
-        unsharded=("n",),
+        unsharded=(),
+        merged=("n",),
     ),
     TestedOp(
         name="chunk_cumsum_decay",

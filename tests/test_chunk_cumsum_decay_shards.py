@@ -104,10 +104,11 @@ def test_a_scale_that_is_an_array(rng: Rng) -> None:
         fn: Any = partial(pallas_ops.chunk_cumsum_decay, chunk_size=9, axis_name=names)
         if names is None:
             return jnp.sin(fn(x, scale=scale)).sum()
-        over = jax.shard_map(
+        over: Any = jax.shard_map(
             lambda x, s: fn(x, scale=s), mesh=mesh, in_specs=(SPEC, P()), out_specs=SPEC
         )
-        return jnp.asarray(jnp.sin(over(x, scale)).sum())
+        out: jax.Array = over(x, scale)
+        return jnp.sin(out).sum()
 
     got, want = (jax.jit(jax.grad(partial(loss, names=names), (0, 1))) for names in ("x", None))
     assert_close(got(scale, x), want(scale, x), terms=64)

@@ -109,10 +109,17 @@ MERGED = [
 ]
 
 
-@pytest.mark.parametrize(("n", "kind"), [(1, AxisType.Auto), (3, AxisType.Explicit)])
+@pytest.mark.parametrize(
+    ("n", "kind", "implementation"),
+    [
+        (1, AxisType.Auto, "interpret"),
+        (3, AxisType.Explicit, "interpret"),
+        (1, AxisType.Auto, None),
+    ],
+)
 @pytest.mark.parametrize(("op", "layout"), MERGED, ids=words)
 def test_parts_of_an_axis_are_merged_in_one_exchange(
-    rng: Rng, op: TestedOp, layout: Layout, n: int, kind: AxisType
+    rng: Rng, op: TestedOp, layout: Layout, n: int, kind: AxisType, implementation: Any
 ) -> None:
     """Of the results; with gradients, the sum of those of what all shards have."""
     mesh = cpu_mesh(kind)
@@ -122,8 +129,8 @@ def test_parts_of_an_axis_are_merged_in_one_exchange(
     with jax.set_mesh(mesh):
         xs = place(mesh, xs, op.operands, layout)
         weights = place(mesh, weights, op.results, layout)
-        out, of_results = run(compiled(op, "interpret"), *xs)
-        got, of_all = run(pullback(op, compiled(op, "interpret")), weights, xs)
+        out, of_results = run(compiled(op, implementation), *xs)
+        got, of_all = run(pullback(op, compiled(op, implementation)), weights, xs)
     assert sum(of_results.values()) == 1
     assert_close(out, want, terms=TERMS)
     assert_sharded(got, op.operands[: op.num_floating], mesh, layout)

@@ -98,11 +98,16 @@ def _forward_reference(
 def _backward_reference(
     aq: jax.Array, ak: jax.Array, av: jax.Array, bq: jax.Array | None, *others: Any, **static: Any
 ) -> tuple[jax.Array, ...]:
-    bk, bv, lengths, _, lse, dout, dlse = others
+    """Of these keys' part in an attention to more of them, whose out and lse are given."""
+    bk, bv, lengths, out, lse, dout, dlse = others
     del static["batch_invariant"]  # of results, not of gradients
     run = partial(attend, lengths=lengths, **static)
-    pullback = jax.vjp(run, aq, ak, av, bq, bk, bv)[1]
-    return tuple(g for g in pullback((dout.astype(lse.dtype), dlse)) if g is not None)
+    (own, own_lse), pullback = jax.vjp(run, aq, ak, av, bq, bk, bv)
+    weight = jnp.exp(own_lse - jnp.where(lse == -jnp.inf, 0, lse))
+    dout = dout.astype(lse.dtype)
+    dlse = dlse + ((own - out.astype(lse.dtype)) * dout).sum(axis=-1)
+    grads = pullback((weight[..., None] * dout, weight * dlse))
+    return tuple(g for g in grads if g is not None)
 
 
 def _backward_kernel(*operands: Any, **static: Any) -> tuple[jax.Array, ...]:
