@@ -1,5 +1,7 @@
 """logcumsumexp with its axis sharded: one exchange of states a pass, exact as on one device."""
 
+import collections
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -75,6 +77,8 @@ RANGES: dict[str, Callable[[Rng, int], Any]] = {
         case(count=3, length=5, reverse=True),
         case(count=8, length=3),
         case(count=8, length=1, reverse=True),
+        case(count=3, length=600, reverse=True),  # by jit, shards' states are saved
+        case(count=2, length=700),
         case(count=3, length=40, implementation="interpret"),
         case(count=8, length=7, implementation="interpret", reverse=True),
         case(count=3, length=5, implementation="xla", reverse=True),
@@ -219,6 +223,22 @@ def test_no_exchange_is_larger_than_the_states(rng: Rng) -> None:
         found = shards.exchanges(program.hlo)
         assert found.keys() == {"all-gather"}
         assert max(found["all-gather"]) <= largest
+        assert program.collectives == {"all-gather": 2}
+
+
+def test_h200s_launch_every_kernel_once() -> None:
+    """By name and by jit: XLA sees that both passes need the same totals and states."""
+    x = jax.ShapeDtypeStruct((2, 65536, 64), jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((2, 1, 64), jnp.float32)
+    mesh = h200.h200_mesh(x=8)
+    for fn in (by_name(mesh), run):
+        program = h200.compile_for_h200(
+            partial(flat_cotangents, fn), x, state, x, state, mesh=mesh, specs=NAMES
+        )
+        launches = collections.Counter(re.findall(r'name = "(pallas_ops_\w+)"', program.hlo))
+        assert launches.pop("pallas_ops_segments") == 2
+        names = ("logcumsumexp", "logcumsumexp_backward")
+        assert launches == {f"pallas_ops_{n}{k}": 1 for n in names for k in ("", "_totals")}
         assert program.collectives == {"all-gather": 2}
 
 

@@ -70,36 +70,61 @@ def ops_of(axis: int, x: jax.Array) -> Ops:
     return ops(axis, x.ndim - axis - 1)
 
 
+def forward_of_shard(
+    run: Any, axis_name: AxisName, *operands: Any, save: bool, **static: Any
+) -> tuple[jax.Array, ...]:
+    """Output, final state and saved states of one shard."""
+    x = operands[0]
+    passes = ops_of(static["axis"], x)
+    states = shards.exchanged(partial(run, passes.totals), axis_name, *operands, **static)
+    return shards.forward(partial(run, passes[1 + save]), axis_name, x, states, **static)
+
+
 def _forward_of_shard(
     run: Any, mesh_axes: AxisName, *operands: Any, save: bool, **static: Any
 ) -> tuple[jax.Array, ...]:
-    """The shard's part of the results.
-
-    The states that it saves are not those of the tiles of the whole axis. The first one, which is
-    the same on all shards, is kept in place of them all.
-    """
-    x, initial, total = operands
-    axis, passes = static["axis"], ops_of(static["axis"], x)
-    scans = partial(run, passes.totals), partial(run, passes[1 + save])
-    out, final, *_ = shards.forward(*scans, mesh_axes, *operands, **static)
+    """Saves not the states of tiles, which are not those of the whole axis, but those of shards."""
     if not save:
-        return out, final
-    tiles = -(-x.shape[axis] * jax.lax.axis_size(mesh_axes) // static["block_n"])
-    start = shards.nothing(final) if initial is None else meaning.pair_of(initial, total)
-    shape = [tiles + 1 if i == axis else size for i, size in enumerate(x.shape)]
-    return out, final, *(jnp.broadcast_to(jnp.expand_dims(y, axis), shape) for y in start)
+        return forward_of_shard(run, mesh_axes, *operands, save=False, **static)
+    x, axis = operands[0], static["axis"]
+    passes = ops_of(axis, x)
+    states = shards.exchanged(partial(run, passes.totals), mesh_axes, *operands, **static)
+    results = shards.forward(partial(run, passes.saving), mesh_axes, x, states, **static)
+    slots = _num_slots(x, mesh_axes, **static)
+    return *results[:2], *(
+        _in_slots(slots, axis, *pair) for pair in zip(states.start, states.shards, strict=True)
+    )
 
 
 def _backward_of_shard(
     run: Any, mesh_axes: AxisName, *operands: Any, **static: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Finds the shard's states again, from the first one; XLA sees if the forward pass has them."""
+    """Finds the shard's states again from those of all shards; XLA may see that it has them."""
     x, do, dfinal, *saved = operands
-    passes, first = ops_of(static["axis"], x), _first(static["axis"], *saved)
-    scans = partial(run, passes.totals), partial(run, passes.saving)
-    _, _, *saved = shards.forward(*scans, mesh_axes, x, *first, **static)
+    axis, count = static["axis"], jax.lax.axis_size(mesh_axes)
+    passes, start = ops_of(axis, x), _first(axis, *saved)
+    if count < _num_slots(x, mesh_axes, **static):
+        p, t = (jnp.moveaxis(y, axis, 0)[1 : count + 1] for y in saved)
+        states = shards.States((start[0], start[1]), (p, t))
+    else:
+        states = shards.exchanged(partial(run, passes.totals), mesh_axes, x, *start, **static)
+    _, _, *saved = shards.forward(partial(run, passes.saving), mesh_axes, x, states, **static)
     scans = partial(run, passes.backward_totals), partial(run, passes.backward)
     return shards.backward(*scans, mesh_axes, x, do, dfinal, *saved, **static)
+
+
+def _num_slots(x: jax.Array, mesh_axes: AxisName, *, axis: int, block_n: int, **_: Any) -> int:
+    """Of the states that one device would save."""
+    return 1 - (-x.shape[axis] * jax.lax.axis_size(mesh_axes) // block_n)
+
+
+def _in_slots(count: int, axis: int, start: jax.Array, others: jax.Array) -> jax.Array:
+    """`start` and, if there are slots for all, `others`; then zeros."""
+    y = start[None]
+    if len(others) < count:
+        y = jnp.concatenate([y, others])
+    padding = [(0, count - len(y) if i == 0 else 0, 0) for i in range(y.ndim)]
+    return jnp.moveaxis(jax.lax.pad(y, jnp.zeros((), y.dtype), padding), 0, axis)
 
 
 def _totals_reference(

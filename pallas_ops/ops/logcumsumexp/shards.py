@@ -10,7 +10,7 @@ factor overflows. Nothing goes through a logarithm, which would lose the digits 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,15 @@ Pair = tuple[jax.Array, jax.Array]
 Call = Callable[..., tuple[jax.Array, ...]]
 
 
-def forward(
+class States(NamedTuple):
+    """The pair that the first shard starts from, and those of all shards, in order [shards, ..]."""
+
+    start: Pair
+    shards: Pair
+
+
+def exchanged(
     totals: Call,
-    scan: Call,
     axis_name: AxisName,
     x: jax.Array,
     initial: jax.Array | None,
@@ -34,18 +40,26 @@ def forward(
     *,
     reverse: bool,
     **static: Any,
+) -> States:
+    """The states of all shards; the first one's has the initial state in it."""
+    own = totals(x, reverse=reverse, **static)
+    start = nothing(own[0]) if initial is None else pair_of(initial, total)
+    number, _ = shards.order(axis_name, reverse=reverse)
+    first = _joined(*(jnp.stack(pair) for pair in zip(start, own, strict=True)))
+    p, t = _gathered(axis_name, _choose(number == 0, first, own), reverse=reverse)
+    return States(start, (p, t))
+
+
+def forward(
+    scan: Call, axis_name: AxisName, x: jax.Array, states: States, *, reverse: bool, **static: Any
 ) -> tuple[jax.Array, ...]:
     """The results of the shard; the final state is that of all shards, on each of them."""
-    p, t = totals(x, reverse=reverse, **static)
-    start = nothing(p) if initial is None else pair_of(initial, total)
     number, count = shards.order(axis_name, reverse=reverse)
-    first = number == 0
-    own = _choose(first, _joined(jnp.stack([start[0], p]), jnp.stack([start[1], t])), (p, t))
-    every_p, every_t = _gathered(axis_name, own, reverse=reverse)
-    before = _choose(first, start, _joined(every_p, every_t, jnp.arange(count) < number))
+    p, t = states.shards
+    before = _choose(number == 0, states.start, _joined(p, t, jnp.arange(count) < number))
     operands: Any = vary.unify(x, *before)
     out, _, *saved = scan(*operands, reverse=reverse, **static)
-    final = _joined(every_p, every_t)
+    final = _joined(p, t)
     return out, State(*final, final[1]).log, *saved
 
 

@@ -20,7 +20,7 @@ from pallas_ops.core.partition import call, reshard_like
 from pallas_ops.core.shards import checked, is_replicated, order
 from pallas_ops.ops.logcumsumexp import shards
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
-from pallas_ops.ops.logcumsumexp.passes import ops_of
+from pallas_ops.ops.logcumsumexp.passes import forward_of_shard, ops_of
 
 RESIDUALS = "pallas_ops.logcumsumexp"
 
@@ -53,13 +53,11 @@ def _forward_pass(
     p: Params, call: Any, x: jax.Array, initial: jax.Array | None, *, save: bool
 ) -> tuple[jax.Array, ...]:
     """Output and final state, and what is saved."""
-    passes = ops_of(p.axis, x)
-    scan = partial(call, passes[1 + save])
-    if p.axis_name is None:
-        results: tuple[jax.Array, ...] = scan(x, initial, None, **p.static)
-        return results
-    totals = partial(call, passes.totals)
-    return shards.forward(totals, scan, p.axis_name, x, initial, None, **p.static)
+    scan = partial(call, ops_of(p.axis, x)[1 + save])
+    if p.axis_name is not None:
+        scan = partial(forward_of_shard, call, p.axis_name, save=save)
+    results: tuple[jax.Array, ...] = scan(x, initial, None, **p.static)
+    return results
 
 
 def reference(p: Params, x: jax.Array, initial: jax.Array | None) -> tuple[jax.Array, jax.Array]:
