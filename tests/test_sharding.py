@@ -194,11 +194,15 @@ def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bo
         partial(pallas_ops.logcumsumexp, axis=1),
         lambda x, **kwargs: pallas_ops.lrpe_cosine(x, jnp.ones((2, 4)), **kwargs),
         pallas_ops.chunk_cumsum_decay,
+        partial(pallas_ops.chunk_cumsum_decay, cu_seqlens=[0, 3, 8]),
     ],
 )
-def test_references_keep_explicit_types(rng: Rng, fn: Any, implementation: Any) -> None:
+@pytest.mark.parametrize("layout", [{"b": "x", "h": "y"}, {"n": "x"}], ids=words)
+def test_references_keep_explicit_types(
+    rng: Rng, fn: Any, implementation: Any, layout: Layout
+) -> None:
     """Alone, and as the derivative of a kernel's derivative."""
-    mesh, x = cpu_mesh(AxisType.Explicit), random_array(rng, (4, 3, 2, 4))
+    mesh, x = cpu_mesh(AxisType.Explicit), random_array(rng, (4, 8, 2, 4))
 
     def loss(x: jax.Array) -> jax.Array:
         return jnp.sum(fn(x, implementation=implementation) ** 2)
@@ -209,8 +213,10 @@ def test_references_keep_explicit_types(rng: Rng, fn: Any, implementation: Any) 
 
     want = jax.jit(second)(x)
     with jax.set_mesh(mesh):
-        (x,) = place(mesh, (x,), ("b n h d",), {"b": "x", "h": "y"})
-        assert_close(jax.jit(second)(x), want, terms=TERMS)
+        (x,) = place(mesh, (x,), ("b n h d",), layout)
+        got = jax.jit(second)(x)
+    assert_close(got, want, terms=TERMS)
+    assert_sharded((got,), ("b n h d",), mesh, layout)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret", None])

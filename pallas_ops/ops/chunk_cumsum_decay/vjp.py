@@ -14,7 +14,7 @@ import jax
 
 from pallas_ops.core import checks
 from pallas_ops.core.dispatch import Implementation, Op
-from pallas_ops.core.partition import TypeOf, call, reshard_like
+from pallas_ops.core.partition import TypeOf, call, gathered, reshard_like
 from pallas_ops.ops.chunk_cumsum_decay import kernel, shards
 from pallas_ops.ops.chunk_cumsum_decay import reference as meaning
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
@@ -63,7 +63,9 @@ def _reference(
     x: jax.Array, edges: jax.Array | None, carry: jax.Array | None, *, dtype: str, **static: Any
 ) -> tuple[jax.Array]:
     del static["config"]  # a launch choice
-    return (meaning.accumulate(x, edges, carry, **static).astype(dtype),)
+    whole = gathered(x, static["axis"])
+    out = meaning.accumulate(whole, edges, carry, **static).astype(dtype)
+    return reshard_like((out,), (x,))  # type: ignore[return-value]
 
 
 def _kernel(x: jax.Array, *others: Any, name: str, axis: int, **static: Any) -> tuple[jax.Array]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ops.core.dispatch import Op
+from pallas_ops.core.partition import gathered, reshard_like
 from pallas_ops.core.shards import AxisName
 from pallas_ops.ops.logcumsumexp import kernel, kernel_backward, shards
 from pallas_ops.ops.logcumsumexp import reference as meaning
@@ -130,7 +131,7 @@ def _in_slots(count: int, axis: int, start: jax.Array, others: jax.Array) -> jax
 def _totals_reference(
     x: jax.Array, *, axis: int, clip: float | None, **_: Any
 ) -> tuple[jax.Array, jax.Array]:
-    return meaning.totals(x, axis=axis, clip=clip)
+    return meaning.totals(gathered(x, axis), axis=axis, clip=clip)
 
 
 def _forward_reference(
@@ -143,12 +144,12 @@ def _forward_reference(
     **static: Any,
 ) -> tuple[jax.Array, ...]:
     del static["config"]  # a launch choice
-    given = initial, total
-    out, final = meaning.accumulate(x, *given, **static)
-    if not save:
-        return out.astype(x.dtype), final
-    saved = meaning.checkpoints(x, *given, block_n=block_n, **static)
-    return out.astype(x.dtype), final, *saved
+    given = gathered(x, static["axis"]), initial, total
+    out, final = meaning.accumulate(*given, **static)
+    results: Any = (*reshard_like((out.astype(x.dtype),), (x,)), final)
+    if save:
+        results += (*meaning.checkpoints(*given, block_n=block_n, **static),)
+    return results  # type: ignore[no-any-return]
 
 
 def _backward_reference(
@@ -168,8 +169,9 @@ def _backward_reference(
         return meaning.accumulate(x, pivot, total, **static)
 
     dfinal = jnp.zeros_like(total) if dfinal is None else dfinal
-    dx, dtotal = jax.vjp(run, x, total)[1]((do.astype(dfinal.dtype), dfinal))
-    return dx, total * dtotal
+    whole, do = (gathered(y, static["axis"]) for y in (x, do.astype(dfinal.dtype)))
+    dx, dtotal = jax.vjp(run, whole, total)[1]((do, dfinal))
+    return *reshard_like((dx,), (x,)), total * dtotal
 
 
 def _backward_totals_reference(
