@@ -185,6 +185,12 @@ def test_packed_sequences_exchange_totals_alone(rng: Rng) -> None:
         assert max(found[kind]) <= 8 * 2 * 3
 
 
+def test_shards_of_nothing() -> None:
+    fn = partial(pallas_ops.chunk_cumsum_decay, chunk_size=5, shift="sequence", axis_name="x")
+    over = shards.mapped(fn, shards.line(8), SPEC, SPEC)
+    assert jax.jit(jax.grad(lambda x: over(x).sum()))(jnp.ones((2, 0, 3))).shape == (2, 0, 3)
+
+
 def test_names_that_are_refused() -> None:
     with pytest.raises(ValueError, match="axis_name is 'z'; accepted: None, or a mesh axis of the"):
         pallas_ops.chunk_cumsum_decay(jnp.ones((2, 8)), axis_name="z")

@@ -18,13 +18,13 @@ from jax import lax
 
 from pallas_ops.core import shards, vary
 from pallas_ops.core.dtypes import wide
-from pallas_ops.core.shards import AxisName
+from pallas_ops.core.shards import Names
 from pallas_ops.ops.chunk_cumsum_decay.reference import Shift, among
 
 
 def of_shard(
     sums: Callable[..., tuple[jax.Array]],
-    axis_name: tuple[str, ...],
+    axis_name: Names,
     x: jax.Array,
     edges: jax.Array | None,
     _: None,
@@ -45,7 +45,7 @@ def of_shard(
     chunks = _Chunks(edges, chunk_size, shift, shift_result, reverse)
     width = _width(n, chunk_size, shift, shift_result, even=even)
     static |= dict(axis=axis, shift=shift, shift_result=shift_result)
-    static |= dict(chunk_size=min(chunk_size, n) if even else chunk_size)
+    static |= dict(chunk_size=max(1, min(chunk_size, n)) if even else chunk_size)
     local = None if even else edges - start
     if width == 0:
         return sums(*vary.unify(x, local), None, **static)
@@ -127,7 +127,7 @@ def _sum_to(
 
 
 def _exchanged(
-    axis_name: AxisName, part: jax.Array, reach: jax.Array, n: int, reverse: bool, *, near: bool
+    axis_name: Names, part: jax.Array, reach: jax.Array, n: int, reverse: bool, *, near: bool
 ) -> jax.Array:
     """The sum of the parts of the shards within reach: of the previous one, if they are `near`."""
     count, index = lax.axis_size(axis_name), lax.axis_index(axis_name)

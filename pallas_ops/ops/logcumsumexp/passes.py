@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_ops.core.dispatch import Op
 from pallas_ops.core.partition import gathered, reshard_like
-from pallas_ops.core.shards import AxisName
+from pallas_ops.core.shards import Names
 from pallas_ops.ops.logcumsumexp import kernel, kernel_backward, shards
 from pallas_ops.ops.logcumsumexp import reference as meaning
 
@@ -72,7 +72,7 @@ def ops_of(axis: int, x: jax.Array) -> Ops:
 
 
 def forward_of_shard(
-    run: Any, axis_name: AxisName, *operands: Any, save: bool, **static: Any
+    run: Any, axis_name: Names, *operands: Any, save: bool, **static: Any
 ) -> tuple[jax.Array, ...]:
     """Output, final state and saved states of one shard."""
     x = operands[0]
@@ -82,7 +82,7 @@ def forward_of_shard(
 
 
 def _forward_of_shard(
-    run: Any, mesh_axes: AxisName, *operands: Any, save: bool, **static: Any
+    run: Any, mesh_axes: Names, *operands: Any, save: bool, **static: Any
 ) -> tuple[jax.Array, ...]:
     """Saves not the states of tiles, which are not those of the whole axis, but those of shards."""
     if not save:
@@ -98,7 +98,7 @@ def _forward_of_shard(
 
 
 def _backward_of_shard(
-    run: Any, mesh_axes: AxisName, *operands: Any, **static: Any
+    run: Any, mesh_axes: Names, *operands: Any, **static: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Finds the shard's states again from those of all shards; XLA may see that it has them."""
     x, do, dfinal, *saved = operands
@@ -114,7 +114,7 @@ def _backward_of_shard(
     return shards.backward(*scans, mesh_axes, x, do, dfinal, *saved, **static)
 
 
-def _num_slots(x: jax.Array, mesh_axes: AxisName, *, axis: int, block_n: int, **_: Any) -> int:
+def _num_slots(x: jax.Array, mesh_axes: Names, *, axis: int, block_n: int, **_: Any) -> int:
     """Of the states that one device would save."""
     return 1 - (-x.shape[axis] * jax.lax.axis_size(mesh_axes) // block_n)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import shards, vary
-from pallas_ops.core.shards import AxisName
+from pallas_ops.core.shards import Names
 from pallas_ops.ops.logcumsumexp.reference import State, finite, pair_of
 
 Pair = tuple[jax.Array, jax.Array]
@@ -33,7 +33,7 @@ class States(NamedTuple):
 
 def exchanged(
     totals: Call,
-    axis_name: AxisName,
+    axis_name: Names,
     x: jax.Array,
     initial: jax.Array | None,
     total: jax.Array | None,
@@ -51,7 +51,7 @@ def exchanged(
 
 
 def forward(
-    scan: Call, axis_name: AxisName, x: jax.Array, states: States, *, reverse: bool, **static: Any
+    scan: Call, axis_name: Names, x: jax.Array, states: States, *, reverse: bool, **static: Any
 ) -> tuple[jax.Array, ...]:
     """The results of the shard; the final state is that of all shards, on each of them."""
     number, count = shards.order(axis_name, reverse=reverse)
@@ -66,7 +66,7 @@ def forward(
 def backward(
     totals: Call,
     scan: Call,
-    axis_name: AxisName,
+    axis_name: Names,
     x: jax.Array,
     do: jax.Array,
     dfinal: jax.Array | None,
@@ -103,7 +103,7 @@ def _choose(condition: jax.Array, ours: Any, others: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), ours, others)
 
 
-def _gathered(axis_name: AxisName, xs: tuple[jax.Array, ...], *, reverse: bool) -> list[jax.Array]:
+def _gathered(axis_name: Names, xs: tuple[jax.Array, ...], *, reverse: bool) -> list[jax.Array]:
     """Each of xs, of all shards, along a new first axis."""
     stacked: Any = vary.unify(*xs)
     every = shards.gather(jnp.stack(stacked), axis_name)

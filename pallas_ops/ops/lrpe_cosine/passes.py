@@ -42,8 +42,6 @@ class Axes(NamedTuple):
 def ops(
     axes: Axes, act: str, heads_first: bool, per_batch: bool, config: LrpeCosineConfig | None
 ) -> Ops:
-    same = act, heads_first, per_batch, config
-    on_shard = axes._replace(offset="", positions="b n k" if per_batch else "n k")
     tokens = "h n" if heads_first else "n h"
     x, out, column = f"b {tokens} d", f"b {tokens} two d", "b h d"
     theta = f"{axes.heads} {axes.features}"
@@ -51,77 +49,78 @@ def ops(
     saved = [column, column] if act == SOFTMAX_SEQUENCE else []
     if config is not None and config.cache_angles:
         saved.append(cached)
-    unsharded = {"e", "k", "one", "two"}  # axes that every device needs in full
+    unsharded = ["e", "k", "one", "two"]  # axes that every device needs in full
     if axes.num_axes > 1 or act == SOFTMAX_FEATURES or axes.features == "e":
-        unsharded.add("d")
-    exchanges = axes.positions == "" or act == SOFTMAX_SEQUENCE
-
-    def describe(of_shard: Any, field: str, **facts: Any) -> Op:
-        run = partial(of_shard, field, partial(ops, on_shard, *same))
-        shards = ("n", run) if exchanges else None
-        return Op(unsharded=tuple(sorted(unsharded)), shards=shards, **facts)
-
-    forward, saving = (
-        describe(
-            _forward_of_shard,
-            ("forward", "saving")[save],
-            name="lrpe_cosine",
-            kernel=partial(kernel.forward, save=save),
-            reference=partial(reference.forward, save=save),
-            operands=(x, theta, axes.offset, axes.positions, column, column),
-            results=(out, *saved) if save else (out,),
-        )
-        for save in (False, True)
-    )
-    operands = (x, out, theta, axes.offset, axes.positions, cached, column, column, column)
+        unsharded.append("d")
     summed = " ".join(axis for axis in "bnhd" if axis not in theta.split())
-    backward, dtheta, gradients = (
-        describe(
-            _backward_of_shard,
-            field,
+    where = theta, axes.offset, axes.positions
+    of_shard: Any = lambda *_: None  # noqa: E731
+    if axes.positions == "" or act == SOFTMAX_SEQUENCE:
+        own = axes._replace(offset="", positions="b n k" if per_batch else "n k")
+        passes = partial(ops, own, act, heads_first, per_batch, config)
+        of_shard = lambda run, field: ("n", partial(run, field, passes))  # noqa: E731
+
+    def forward(field: str, **facts: Any) -> Op:
+        return Op(
+            name="lrpe_cosine",
+            kernel=partial(kernel.forward, save=field == "saving"),
+            reference=partial(reference.forward, save=field == "saving"),
+            operands=(x, *where, column, column),
+            unsharded=tuple(unsharded),
+            shards=of_shard(_forward_of_shard, field),
+            **facts,
+        )
+
+    def backward(field: str, **facts: Any) -> Op:
+        return Op(
             name=f"lrpe_cosine_{field}",
-            kernel=run_kernel,
-            reference=run_reference,
-            operands=operands,
-            results=results,
-            summed=tuple(summed if result == theta else "" for result in results),
+            operands=(x, out, *where, cached, column, column, column),
+            unsharded=tuple(unsharded),
+            shards=of_shard(_backward_of_shard, field),
+            **facts,
         )
-        for field, run_kernel, run_reference, results in (
-            ("backward", kernel.backward, reference.backward, (x,)),
-            *(
-                (
-                    "gradients" if with_x else "theta",
-                    partial(kernel.gradients, with_x=with_x),
-                    partial(reference.gradients, with_x=with_x),
-                    (x, theta) if with_x else (theta,),
-                )
-                for with_x in (False, True)
-            ),
+
+    def gradients(field: str, **facts: Any) -> Op:
+        with_x = field == "gradients"
+        return backward(
+            field,
+            kernel=partial(kernel.gradients, with_x=with_x),
+            reference=partial(reference.gradients, with_x=with_x),
+            **facts,
         )
+
+    return Ops(
+        forward=forward("forward", results=(out,)),
+        saving=forward("saving", results=(out, *saved)),
+        backward=backward(
+            "backward", kernel=kernel.backward, reference=reference.backward, results=(x,)
+        ),
+        theta=gradients("theta", results=(theta,), summed=(summed,)),
+        gradients=gradients("gradients", results=(x, theta), summed=("", summed)),
+        softmax=Op(
+            name="lrpe_cosine_softmax",
+            kernel=kernel.softmax,
+            reference=reference.softmax,
+            operands=(x,),
+            results=(column, column),
+            unsharded=("n",),
+        ),
+        mean=Op(
+            name="lrpe_cosine_mean",
+            kernel=kernel.mean,
+            reference=reference.mean,
+            operands=(x, out, *where, cached, column, column, column),
+            results=(column,),
+            unsharded=("n", *unsharded),
+        ),
     )
-    sums = partial(Op, unsharded=("n", *sorted(unsharded)))
-    softmax = sums(
-        name="lrpe_cosine_softmax",
-        kernel=kernel.softmax,
-        reference=reference.softmax,
-        operands=(x,),
-        results=(column, column),
-    )
-    mean = sums(
-        name="lrpe_cosine_mean",
-        kernel=kernel.mean,
-        reference=reference.mean,
-        operands=operands,
-        results=(column,),
-    )
-    return Ops(forward, saving, backward, dtheta, gradients, softmax, mean)
 
 
 def _forward_of_shard(
     field: str,
     passes: Any,
     run: Any,
-    axis_name: shards.AxisName,
+    axis_name: shards.Names,
     x: jax.Array,
     theta: jax.Array,
     offset: jax.Array | None,
@@ -144,7 +143,7 @@ def _backward_of_shard(
     field: str,
     passes: Any,
     run: Any,
-    axis_name: shards.AxisName,
+    axis_name: shards.Names,
     x: jax.Array | None,
     dout: jax.Array,
     theta: jax.Array,
@@ -165,7 +164,7 @@ def _backward_of_shard(
 
 
 def _positions(
-    axis_name: shards.AxisName,
+    axis_name: shards.Names,
     n: int,
     theta: jax.Array,
     offset: jax.Array | None,
@@ -185,7 +184,7 @@ def _positions(
 
 
 def _joined(
-    axis_name: shards.AxisName, pivot: jax.Array, total: jax.Array
+    axis_name: shards.Names, pivot: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The pivot and share of all shards."""
     both = shards.gather(jnp.stack([pivot, total]), axis_name)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import is_explicit
-from pallas_ops.core.shards import AxisName, gather
+from pallas_ops.core.shards import Names, gather
 
 Scale = float | jax.Array
 
@@ -61,7 +61,7 @@ def as_int32(x: jax.Array) -> jax.Array:
 
 
 def local_lengths(
-    lengths: jax.Array | None, n: int, m: int, window: int | None, axis_name: AxisName | None
+    lengths: jax.Array | None, n: int, m: int, window: int | None, axis_name: Names | None
 ) -> jax.Array | None:
     """Lengths counted from the start of this shard's part of the cache (may be > M).
 
@@ -169,9 +169,7 @@ def softmax(score: jax.Array) -> tuple[jax.Array, jax.Array]:
     return p / nonzero[..., None], lse
 
 
-def merge_shards(
-    out: jax.Array, lse: jax.Array, axis_name: AxisName
-) -> tuple[jax.Array, jax.Array]:
+def merge_shards(out: jax.Array, lse: jax.Array, axis_name: Names) -> tuple[jax.Array, jax.Array]:
     """Merges attention over disjoint sets of keys, one a device of `axis_name`.
 
     One exchange: every device gets all partial results, and adds them up in one order.

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_ops.core import card
 from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import call, reshard_like
-from pallas_ops.core.shards import AxisName
+from pallas_ops.core.shards import Names
 from pallas_ops.ops.tpa_decode import kernel, kernel_backward
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose_backward
 from pallas_ops.ops.tpa_decode.reference import (
@@ -118,7 +118,7 @@ def _backward_kernel(*operands: Any, **static: Any) -> tuple[jax.Array, ...]:
     return kernel_backward.backward(*operands, **static, config=config)
 
 
-def _lengths_of_shard(mesh_axes: AxisName, operands: Any, window: int | None) -> Any:
+def _lengths_of_shard(mesh_axes: Names, operands: Any, window: int | None) -> Any:
     """The operands with lengths that count from the shard's first key."""
     aq, ak, lengths = operands[0], operands[1], operands[LENGTHS]
     lengths = local_lengths(lengths, aq.shape[1], ak.shape[1], window, mesh_axes)
@@ -128,7 +128,7 @@ def _lengths_of_shard(mesh_axes: AxisName, operands: Any, window: int | None) ->
 
 
 def _forward_of_shard(
-    run: Any, mesh_axes: AxisName, *operands: Any, out_dtype: str, **static: Any
+    run: Any, mesh_axes: Names, *operands: Any, out_dtype: str, **static: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Partial results are float32, and merged."""
     operands = _lengths_of_shard(mesh_axes, operands, static["window"])
@@ -138,7 +138,7 @@ def _forward_of_shard(
 
 
 def _backward_of_shard(
-    run: Any, mesh_axes: AxisName, *operands: Any, **static: Any
+    run: Any, mesh_axes: Names, *operands: Any, **static: Any
 ) -> tuple[jax.Array, ...]:
     operands = _lengths_of_shard(mesh_axes, operands, static["window"])
     grads: tuple[jax.Array, ...] = run(backward_op(operands[3] is not None), *operands, **static)
