@@ -12,9 +12,13 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import pallas_ops
+from pallas_ops import ChunkCumsumDecayConfig
+from pallas_ops.core.partition import call
+from pallas_ops.ops.chunk_cumsum_decay import vjp
 from tests import h200, shards
-from tests.support import assert_close, random_array
+from tests.support import assert_close, kernel_implementation, random_array
 
+KERNEL = kernel_implementation()
 Rng = np.random.Generator
 SPEC = P(None, "x")
 
@@ -183,6 +187,28 @@ def test_packed_sequences_exchange_totals_alone(rng: Rng) -> None:
         found = shards.exchanges(shards.compiled(fn, x, bounds, x)[1])
         assert found.keys() == {kind}
         assert max(found[kind]) <= 8 * 2 * 3
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_kernels_start_from_a_carry(rng: Rng, axis: int, reverse: bool) -> None:
+    """Emulated or on a GPU: a part of an axis whose sequences begin before it and end behind it."""
+    x, carry = random_array(rng, (2, 40, 40)), random_array(rng, (2, 40))
+    sums = vjp.op(axis, 2 - axis, is_gradient=False)
+    same: Any = dict(axis=axis, reverse=reverse, scale=0.5, dtype="float32")
+    for edges, chunk_size, shift, config in (
+        (None, 16, "chunk", None),
+        (None, 40, "sequence", ChunkCumsumDecayConfig(block_n=4, num_segments=3)),
+        ([-9, -7, 12, 12, 47, 60], 7, "sequence", None),
+        ([-9, 5, 9, 40, 40], 100, None, None),
+    ):
+        operands = x, None if edges is None else jnp.array(edges), carry
+        options = same | dict(chunk_size=chunk_size, shift=shift, config=config)
+        for shift_result in (False, True) if shift == "sequence" else (False,):
+            options["shift_result"] = shift_result
+            (want,) = sums.reference(*operands, **options)
+            (got,) = call(sums, *operands, implementation=KERNEL, **options)
+            assert_close(got, want, terms=64)
 
 
 def test_shards_of_nothing() -> None:

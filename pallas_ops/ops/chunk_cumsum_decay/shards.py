@@ -51,7 +51,7 @@ def of_shard(
         return sums(*vary.unify(x, local), None, **static)
     begin, end = (start + n, start) if reverse else (start, start + n)
     part = _sum_to(chunks.reach(end) - start, x, width, axis, reverse, static["scale"])
-    # Over several mesh axes, `ppermute` counts the shards in an order of its own.
+    # `ppermute` takes several mesh axes in the order of the mesh alone.
     near = chunk_size <= n and len(axis_name) == 1
     carry = _exchanged(axis_name, part, chunks.reach(begin), n, reverse, near=near)
     if not shift_result:
