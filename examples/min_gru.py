@@ -1,12 +1,16 @@
 """A minimal gated recurrent unit (https://arxiv.org/abs/2410.01201), in parallel over a sequence.
 
 `python examples/min_gru.py` runs it over a sequence in two pieces, the second starting from the
-state of the first, and checks that stepping through comes to the same.
+state of the first, and checks that stepping through comes to the same. Then it is trained with its
+sequence sharded over all devices, which exchange one state each in a pass.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_ops
 
@@ -52,5 +56,33 @@ def main(*, batch: int = 2, tokens: int = 50) -> jax.Array:
         return out
 
 
+def train(
+    *, num_devices: int = 1, steps: int = 10, batch: int = 2, tokens: int = 64
+) -> list[float]:
+    """The losses of learning a running mean, the sequence sharded over so many devices."""
+    mesh = jax.make_mesh((num_devices,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+    x = jax.random.normal(jax.random.key(1), (batch, tokens, 16))
+    target = jnp.stack([jnp.exp(x[:, : t + 1]).mean(axis=1) for t in range(tokens)], axis=1)
+    x, target = (jax.device_put(y, sharded) for y in (x, target))
+    graph, weights = nnx.split(MinGru(16, rngs=nnx.Rngs(0)))
+
+    @jax.jit
+    def step(weights: Any, x: jax.Array, target: jax.Array) -> tuple[Any, jax.Array]:
+        def loss(weights: Any) -> jax.Array:
+            log_h, _ = nnx.merge(graph, weights)(x, jnp.full((batch, 1, 16), -jnp.inf))
+            return jnp.mean((jnp.exp(log_h) - target) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    losses = []
+    for _ in range(steps):
+        weights, value = step(weights, x, target)
+        losses.append(float(value))
+    return losses
+
+
 if __name__ == "__main__":
     print(main().shape)
+    print(train(num_devices=jax.device_count()))

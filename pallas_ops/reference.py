@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_ops.core.shards import AxisName
 from pallas_ops.ops.chunk_cumsum_decay import api as _chunk_cumsum_decay
 from pallas_ops.ops.chunk_cumsum_decay.reference import Shift
 from pallas_ops.ops.logcumsumexp import api as _logcumsumexp
@@ -40,11 +41,12 @@ def chunk_cumsum_decay(
     scale: ArrayLike | None = None,
     cu_seqlens: ArrayLike | Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
+    axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.chunk_cumsum_decay` in jax.numpy."""
     op = _chunk_cumsum_decay
     sums = axis, chunk_size, reverse, shift
-    return op.evaluate(*op.prepare(x, *sums, scale, cu_seqlens, dtype))
+    return op.evaluate(*op.prepare(x, *sums, scale, cu_seqlens, dtype, axis_name))
 
 
 def logcumsumexp(
@@ -54,10 +56,11 @@ def logcumsumexp(
     reverse: bool | np.bool_ = False,
     initial_state: ArrayLike | None = None,
     clip: float | np.floating[Any] | None = None,
+    axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.logcumsumexp` in jax.numpy."""
     op = _logcumsumexp
-    return op.evaluate(*op.prepare(x, initial_state, axis, reverse, clip))[0]
+    return op.evaluate(*op.prepare(x, initial_state, axis, reverse, clip, axis_name))[0]
 
 
 def logcumsumexp_with_state(
@@ -67,10 +70,11 @@ def logcumsumexp_with_state(
     reverse: bool | np.bool_ = False,
     initial_state: ArrayLike | None = None,
     clip: float | np.floating[Any] | None = None,
+    axis_name: AxisName | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pallas_ops.logcumsumexp_with_state` in jax.numpy."""
     op = _logcumsumexp
-    return op.evaluate(*op.prepare(x, initial_state, axis, reverse, clip))
+    return op.evaluate(*op.prepare(x, initial_state, axis, reverse, clip, axis_name))
 
 
 def lrpe_cosine(
@@ -82,10 +86,11 @@ def lrpe_cosine(
     act: Act = "none",
     axis: SupportsIndex | None = None,
     layout: Layout = "BNHD",
+    axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.lrpe_cosine` in jax.numpy."""
     op = _lrpe_cosine
-    return op.evaluate(*op.prepare(x, theta, offset, positions, act, axis, layout))
+    return op.evaluate(*op.prepare(x, theta, offset, positions, axis_name, act, axis, layout))
 
 
 def md_lrpe_cosine(
@@ -120,7 +125,7 @@ def tpa_decode(
     scale_k: ArrayLike | None = None,
     scale_v: ArrayLike | None = None,
     batch_invariant: bool | np.bool_ = False,
-    axis_name: str | None = None,
+    axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.tpa_decode` in jax.numpy."""
     op, factors = _tpa_decode, (aq, ak, av, bq, bk, bv)
@@ -144,7 +149,7 @@ def tpa_decode_with_lse(
     scale_k: ArrayLike | None = None,
     scale_v: ArrayLike | None = None,
     batch_invariant: bool | np.bool_ = False,
-    axis_name: str | None = None,
+    axis_name: AxisName | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pallas_ops.tpa_decode_with_lse` in jax.numpy."""
     op, factors = _tpa_decode, (aq, ak, av, bq, bk, bv)

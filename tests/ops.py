@@ -44,7 +44,8 @@ class TestedOp:
     residuals: str | None  # what `jax.checkpoint` can keep, if anything is saved
     split: tuple[str, ...]  # axes that stay sharded
     unsharded: tuple[str, ...]  # axes that are gathered
-    merged: tuple[str, ...] = ()  # axes whose shards' results are merged
+    merged: tuple[str, ...] = ()  # axes whose shards exchange what they have in common
+    exchanges: int = 1  # of a gradient over such an axis, sums of gradients aside
 
     @property
     def num_floating(self) -> int:
@@ -188,7 +189,9 @@ OPS = [
         gradient_kernels=("logcumsumexp_backward",),
         residuals=LOGCUMSUMEXP_RESIDUALS,
         split=("b", "c"),
-        unsharded=("n",),
+        unsharded=(),
+        merged=("n",),
+        exchanges=3,
     ),
     TestedOp(
         name="lrpe_cosine",
@@ -202,7 +205,8 @@ OPS = [
         gradient_kernels=("lrpe_cosine_mean", "lrpe_cosine_gradients"),
         residuals=LRPE_COSINE_RESIDUALS,
         split=("b", "h"),
-        unsharded=("n",),
+        unsharded=(),
+        merged=("n",),
     ),
     TestedOp(
         name="chunk_cumsum_decay",
@@ -216,7 +220,8 @@ OPS = [
         gradient_kernels=("chunk_cumsum_decay_backward",),
         residuals=None,
         split=("b", "c"),
-        unsharded=("n",),
+        unsharded=(),
+        merged=("n",),
     ),
 ]
 TPA_DECODE = OPS[0]

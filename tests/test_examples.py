@@ -1,5 +1,7 @@
 """The examples run, and check themselves."""
 
+import numpy as np
+
 import linear_attention
 import min_gru
 import tpa_decoder
@@ -25,3 +27,9 @@ def test_linear_attention() -> None:
 
 def test_min_gru() -> None:
     assert min_gru.main(tokens=33).shape == (2, 33, 16)
+
+
+def test_min_gru_learns_the_same_with_its_sequence_sharded() -> None:
+    one, eight = min_gru.train(), min_gru.train(num_devices=8)
+    assert one[-1] < 0.9 * one[0]
+    np.testing.assert_allclose(eight, one, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,13 @@ def test_the_guide_runs() -> None:
     for code in python_of("docs/guide.md"):
         exec(code, names)
     assert getattr(names["out"], "shape", None) == (2, 100, 64)
+
+
+def test_the_page_on_sharding_runs() -> None:
+    names: Any = {}
+    for code in python_of("docs/sharding.md"):
+        exec(code, names)
+    assert (names["same"] == names["out"]).all()
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])

@@ -73,7 +73,7 @@ REFUSED = [
     ),
     (dict(config=3), TypeError, r"config is 3; accepted: None or a TpaDecodeConfig"),
     (dict(config=TpaDecodeConfig(block_h=16), implementation="xla"), ValueError, "are both given"),
-    (dict(axis_name=0), TypeError, r"axis_name is 0; accepted: None or a str"),
+    (dict(axis_name=0), TypeError, "axis_name is 0; accepted: None, a str or a tuple of"),
 ]
 
 

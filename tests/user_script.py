@@ -23,6 +23,12 @@ assert_type(state, jax.Array)
 pallas_ops.logcumsumexp(x, initial_state=state, implementation="xla")
 pallas_ops.logcumsumexp(x, initial_state=0.0, clip=3)
 
+
+def over_shards(x: jax.Array) -> jax.Array:
+    sums = pallas_ops.chunk_cumsum_decay(x, axis_name="x")
+    return pallas_ops.lrpe_cosine(sums, np.ones((2, 4)), axis_name=("x", "y"))
+
+
 theta = np.ones((2, 4), np.float32)
 assert_type(pallas_ops.lrpe_cosine(x, theta), jax.Array)
 pallas_ops.lrpe_cosine(x, theta, offset=3, act="silu", layout="BNHD")

@@ -81,18 +81,21 @@ def axis(value: Any, shape: tuple[int, ...]) -> int:
     return index % len(shape)
 
 
-def axis_name(value: Any) -> None:
-    """None, or a mesh axis of the `jax.shard_map` around the call."""
-    instance("axis_name", value, str)
+def axis_name(value: Any) -> tuple[str, ...] | None:
+    """None, or mesh axes of the `jax.shard_map` around the call, the major one first."""
     if value is None:
-        return
+        return None
+    names = value if isinstance(value, tuple) else (value,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{shown('axis_name', value)}; accepted: None, a str or a tuple of them")
     try:
-        jax.lax.axis_size(value)
+        jax.lax.axis_size(names)
     except NameError:
         raise ValueError(
             f"{shown('axis_name', value)}; accepted: None, or a mesh axis of the jax.shard_map "
             "that this call is inside of"
         ) from None
+    return names
 
 
 def integer(name: str, value: Any, *, least: int) -> int:

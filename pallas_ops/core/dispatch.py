@@ -8,7 +8,7 @@ function serves, and exports for, every platform.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,18 +23,6 @@ Arrays = Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Shards:
-    """How the shards of one axis, in order over mesh axes, give the results of the whole axis.
-
-    `local` turns a call and a shard's arrays into the call that the shard runs, `merge` the results
-    of that call into those of the first one.
-    """
-
-    local: Callable[["Bound", Arrays, tuple[str, ...]], tuple["Bound", Arrays]]
-    merge: Callable[["Bound", Arrays, tuple[str, ...]], Arrays] = lambda _, results, __: results
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Op:
     """One function of arrays with two meanings, and how its axes may be split.
 
@@ -42,6 +30,10 @@ class Op:
     and return a tuple. `operands` and `results` name the axes of each array, one letter-word an
     axis, as in an einsum: "b m h, b m d". An operand whose first axis is `b` may be batched
     along it.
+
+    `shards` is an axis, and what one of its shards does, which may exchange small arrays with the
+    others: a function `of_shard(run, mesh_axes, *operands, **static)`, which gives the shard's part
+    of the results. `run(op, *operands, **static)` is a call on the arrays of the shard alone.
     """
 
     name: str
@@ -52,7 +44,7 @@ class Op:
     unsharded: tuple[str, ...]  # axes that every device needs in full
     summed: tuple[str, ...] | None = None  # per result: axes whose shards hold partial sums
     added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): only the axis' first shard adds
-    shards: Mapping[str, Shards] = dataclasses.field(default_factory=dict)  # by axis
+    shards: tuple[str, Callable[..., tuple[jax.Array, ...]]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,24 +56,6 @@ class Bound:
     static: tuple[tuple[str, Hashable], ...]
     present: tuple[bool, ...]
     levels: tuple[tuple[bool, ...], ...] = ()
-
-    def sizes(self, xs: Arrays) -> dict[str, int]:
-        """By axis name, of the present operands."""
-        named = zip(self.axes()[0], xs, strict=True)
-        return {a: n for axes, x in named for a, n in zip(axes.split(), x.shape, strict=True)}
-
-    def with_operand(
-        self, position: int, x: jax.Array | None, xs: Arrays
-    ) -> tuple["Bound", Arrays]:
-        """The call and its arrays with `x` at a place; where none was, no level maps over it."""
-        bound, operands = self, self.fill(xs)
-        if operands[position] is None and x is not None:
-            place = sum(self.present[:position])
-            present = (*self.present[:position], True, *self.present[position + 1 :])
-            levels = tuple((*y[:place], False, *y[place:]) for y in self.levels)
-            bound = dataclasses.replace(self, present=present, levels=levels)
-        operands[position] = x
-        return bound, [y for y in operands if y is not None]
 
     def lift(self, batched: Sequence[bool]) -> "Bound":
         """This call, vmapped once more: `batched` operands have a new leading axis."""

@@ -13,15 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ops.core import dispatch, vary
 from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op
-
-Axes = tuple[str, ...]
+from pallas_ops.core.layout import Axes, named, spec, split_of
 
 
 def call(
@@ -31,9 +29,18 @@ def call(
     **static: Hashable,
 ) -> tuple[jax.Array, ...]:
     """Runs `op`; the arrays vary over the same mesh axes (`vary.unify`)."""
-    present = tuple(x is not None for x in operands)
-    bound = Bound(op, implementation, tuple(sorted(static.items())), present)
+    bound = _bound(op, operands, implementation, static)
     return tuple(_differentiable(bound)(*(x for x in operands if x is not None)))
+
+
+def _bound(
+    op: Op,
+    operands: Sequence[jax.Array | None],
+    implementation: Implementation | None,
+    static: Mapping[str, Hashable],
+) -> Bound:
+    present = tuple(x is not None for x in operands)
+    return Bound(op, implementation, tuple(sorted(static.items())), present)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -61,18 +68,18 @@ def _differentiable(bound: Bound) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _vmapped(bound: Bound) -> Callable[..., Any]:
-    partitioned = _partitioned(bound)
+def _vmapped(bound: Bound, *, alone: bool = False) -> Callable[..., Any]:
+    partitioned = partial(_bind, bound) if alone else _partitioned(bound)
 
     @custom_vmap
     def run(*xs: jax.Array) -> Any:
-        if any(map(is_explicit, xs)):
+        if any(map(is_explicit, xs)) and not alone:
             return _explicit(bound, xs)
         return partitioned(*xs)
 
     @run.def_vmap
     def _(_: int, batched: Sequence[bool], *xs: jax.Array) -> Any:
-        return _vmapped(bound.lift(batched))(*xs), (True,) * len(bound.op.results)
+        return _vmapped(bound.lift(batched), alone=alone)(*xs), (True,) * len(bound.op.results)
 
     return run
 
@@ -82,19 +89,19 @@ def _partitioned(bound: Bound) -> Callable[..., Any]:
     ins, outs = bound.axes()
     names = dict.fromkeys(name for axes in ins for name in axes.split())  # in order: Shardy asks
 
-    def split_of(mesh: Mesh, operands: Any) -> dict[str, Axes]:
-        return _split(bound, [_named(x.sharding, mesh, x.ndim) for x in operands], ins)
+    def split_in(mesh: Mesh, operands: Any) -> dict[str, Axes]:
+        return split_of(bound, [named(x.sharding, mesh, x.ndim) for x in operands], ins)
 
     def shardings(mesh: Mesh, split: dict[str, Axes], arrays: Sequence[str]) -> Any:
-        return tuple(NamedSharding(mesh, _spec(split, axes)) for axes in arrays)
+        return tuple(NamedSharding(mesh, spec(split, axes)) for axes in arrays)
 
     def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
-        split = split_of(mesh, operands)
+        split = split_in(mesh, operands)
         results, arguments = (shardings(mesh, split, axes) for axes in (outs, ins))
         return mesh, _per_device(bound, split), results, arguments
 
     def infer(mesh: Mesh, operands: Any, _: Any) -> Any:
-        return shardings(mesh, split_of(mesh, operands), outs)
+        return shardings(mesh, split_in(mesh, operands), outs)
 
     wrapped = custom_partitioning(partial(_bind, bound))
     wrapped.def_partition(
@@ -107,48 +114,22 @@ def _partitioned(bound: Bound) -> Callable[..., Any]:
     return wrapped
 
 
-def _named(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
-    """The sharding in names of mesh axes; an axis that parts of a mesh axis split has no entry."""
-    if sharding is None:
-        return None
-    size = mesh.size  # a shape that any number of shards divides
-    slices = sharding.devices_indices_map((size,) * ndim)
-    at = np.array([[s.start or 0 for s in slices[d]] for d in mesh.devices.flat]).reshape(
-        *mesh.devices.shape, ndim
-    )
-    return NamedSharding(mesh, PartitionSpec(*(_entry(at[..., i], mesh) for i in range(ndim))))
-
-
-def _entry(starts: np.ndarray, mesh: Mesh) -> Axes | None:
-    """The mesh axes that split an array axis, the major one first, from where shards start."""
-    split, expected = [], np.zeros_like(starts)
-    for i, (name, size) in enumerate(mesh.shape.items()):
-        last = int(starts.take(-1, axis=i).flat[0])
-        if last:
-            step = last // (size - 1)
-            split.append((step, name))
-            expected += step * np.indices(starts.shape)[i]
-    if not np.array_equal(starts, expected):
-        return None
-    return tuple(name for _, name in sorted(split, reverse=True))
-
-
 def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
     """The call on arrays whose types say how they are sharded (over explicit mesh axes)."""
     ins, outs = bound.axes()
     shardings = [jax.typeof(x).sharding for x in xs]
-    split = _split(bound, shardings, ins)
+    split = split_of(bound, shardings, ins)
     mesh, *others = {s.mesh for s in shardings if not s.mesh.empty}
     if others:
         raise ValueError(f"operands are sharded over the meshes {[mesh, *others]}; accepted: one")
     mapped: Callable[..., tuple[jax.Array, ...]] = jax.shard_map(
         _per_device(bound, split),
         mesh=mesh,
-        in_specs=tuple(_spec(split, axes) for axes in ins),
-        out_specs=tuple(_spec(split, axes) for axes in outs),
+        in_specs=tuple(spec(split, axes) for axes in ins),
+        out_specs=tuple(spec(split, axes) for axes in outs),
         check_vma=False,  # as under jit: the op says what is summed
     )
-    to = (NamedSharding(mesh, _spec(split, axes)) for axes in ins)
+    to = (NamedSharding(mesh, spec(split, axes)) for axes in ins)
     results = mapped(*map(jax.sharding.reshard, xs, to))
     unified: tuple[Any, ...] = vary.unify(*results, *xs)
     return unified[: len(results)]
@@ -202,36 +183,38 @@ def _bind(bound: Bound, *xs: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _per_device(bound: Bound, split: Mapping[str, Axes]) -> Callable[..., tuple[jax.Array, ...]]:
+    on_shard = _on_shard(bound, split)
+
     def per_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        local, xs = bound, _add_once(bound, split, arrays)
-        parts = [(x, split[a]) for a, x in bound.op.shards.items() if a in split]
-        for shards, mesh_axes in parts:
-            local, xs = shards.local(local, xs, mesh_axes)
-        results: Arrays = _bind(local, *xs)
-        for shards, mesh_axes in parts:
-            results = shards.merge(bound, results, mesh_axes)
-        return _sum_shards(bound, split, results)
+        return _sum_shards(bound, split, on_shard(*_add_once(bound, split, arrays)))
 
     return per_device
 
 
-def _spec(split: Mapping[str, Axes], axes: str) -> PartitionSpec:
-    return PartitionSpec(*(split.get(a) for a in axes.split()))
+def _on_shard(bound: Bound, split: Mapping[str, Axes]) -> Callable[..., Arrays]:
+    """The call on a device's arrays; what shards exchange is mapped over by JAX's own rules."""
+    if bound.op.shards is None or bound.op.shards[0] not in split:
+        return partial(_bind, bound)
+    axis, of_shard = bound.op.shards
+    run = partial(_run_alone, implementation=bound.implementation)
+
+    def call(*xs: jax.Array) -> Arrays:
+        return of_shard(run, split[axis], *bound.fill(xs), **dict(bound.static))
+
+    for batched in bound.levels:
+        call = jax.vmap(call, in_axes=[0 if b else None for b in batched])
+    return call
 
 
-def _split(bound: Bound, shardings: Sequence[Any], ins: Sequence[str]) -> dict[str, Axes]:
-    """The mesh axes each array axis is split over; no mesh axis serves two of them."""
-    split: dict[str, Axes] = {}
-    used: set[str] = set()
-    for sharding, axes in zip(shardings, ins, strict=True):
-        entries = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-        for name, entry in zip(axes.split(), entries, strict=False):
-            mesh_axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            free = name not in split and name not in bound.op.unsharded
-            if mesh_axes and free and used.isdisjoint(mesh_axes):
-                split[name] = mesh_axes
-                used.update(mesh_axes)
-    return split
+def _run_alone(
+    op: Op,
+    *operands: jax.Array | None,
+    implementation: Implementation | None,
+    **static: Hashable,
+) -> tuple[jax.Array, ...]:
+    """`call` on the arrays of one device."""
+    bound = _bound(op, operands, implementation, static)
+    return tuple(_vmapped(bound, alone=True)(*(x for x in operands if x is not None)))
 
 
 def _add_once(bound: Bound, split: Mapping[str, Axes], xs: Arrays) -> Arrays:

@@ -19,11 +19,13 @@ def unify(*xs: jax.Array | None) -> tuple[jax.Array | None, ...]:
     """Makes all arrays vary over the same axes; the transpose is the sum that replication needs."""
     union = axes(*xs)
 
-    def cast(x: jax.Array | None) -> jax.Array | None:
-        missing = frozenset() if x is None else union - axes(x)
-        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+    return tuple(over(x, union) for x in xs)
 
-    return tuple(cast(x) for x in xs)
+
+def over(x: jax.Array | None, names: frozenset[str]) -> jax.Array | None:
+    """x, varying over these mesh axes as well."""
+    missing = frozenset() if x is None else names - axes(x)
+    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 def like(shape: Any, operands: Iterable[Any]) -> Any:

@@ -81,6 +81,13 @@ def join(a: Pair, b: Pair, *, exp2: Any = fastmath.exp2) -> Pair:
     return p, a[1] * exp2((a[0] - p) * LOG2E) + b[1] * exp2((b[0] - p) * LOG2E)
 
 
+def added(totals: Pair) -> Pair:
+    """The total [b, c] of all segments, outside of a kernel."""
+    p, w = totals
+    top = p.max(axis=-1)
+    return top, (w * jnp.exp(p - top[..., None])).sum(axis=-1)
+
+
 def joined(before: Any, after: Any) -> Pair:
     """`join` for a scan, which takes no inline assembly."""
     return join(before, after, exp2=jnp.exp2)

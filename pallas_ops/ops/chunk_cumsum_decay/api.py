@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_ops.core import checks, forward_mode, implementations, vary
+from pallas_ops.core import checks, forward_mode, implementations, shards, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
+from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import cached, signature
 from pallas_ops.ops.chunk_cumsum_decay import vjp
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
-from pallas_ops.ops.chunk_cumsum_decay.reference import Shift
+from pallas_ops.ops.chunk_cumsum_decay.reference import Shift, edges_of
 
 SHIFTS = (None, "chunk", "sequence")
 
@@ -31,6 +32,7 @@ def chunk_cumsum_decay(
     scale: ArrayLike | None = None,
     cu_seqlens: ArrayLike | Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
     config: ChunkCumsumDecayConfig | None = None,
 ) -> jax.Array:
@@ -61,6 +63,10 @@ def chunk_cumsum_decay(
         to lie in [0, N] and not to descend. Of ascending segment ids 0 to S - 1, they are
         `jnp.searchsorted(segment_ids, jnp.arange(S + 1))`. Default: one sequence of N.
       dtype: that of the result; default: that of x.
+      axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
+        which `axis` is sharded, in order: sums, and `cu_seqlens`, are those of the whole sequence.
+        Shards that hold whole chunks exchange nothing but a shift's one position; others pass on
+        the sum of what a chunk has in them.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
         elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
       config: launch choices, of the gradient as well; None chooses by shape. "xla" takes none.
@@ -76,7 +82,7 @@ def chunk_cumsum_decay(
     it adds chunks of any size, any axis, the shift within a chunk, packed sequences and gradients.
     """
     sums = axis, chunk_size, reverse, shift
-    return _run(*prepare(x, *sums, scale, cu_seqlens, dtype, implementation, config))
+    return _run(*prepare(x, *sums, scale, cu_seqlens, dtype, axis_name, implementation, config))
 
 
 def prepare(
@@ -88,6 +94,7 @@ def prepare(
     scale: ArrayLike | None,
     cu_seqlens: ArrayLike | Sequence[int] | None,
     dtype: DTypeLike | None,
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = "xla",
     config: ChunkCumsumDecayConfig | None = None,
 ) -> tuple[vjp.Params, jax.Array, jax.Array | None, jax.Array | None]:
@@ -96,8 +103,10 @@ def prepare(
     checks.floating("x", x)
     factor = checks.scale("scale", scale, wide(x.dtype))
     number, factor = (None, factor) if isinstance(factor, jax.Array) else (factor, None)
-    sums = axis, chunk_size, reverse, shift, number, _dtype(dtype)
-    params = _check(signature(x), signature(bounds), *sums, implementation, config)
+    names = checks.axis_name(axis_name)
+    num_shards = 1 if names is None else jax.lax.axis_size(names)
+    facts = axis, chunk_size, reverse, shift, number, _dtype(dtype), names, num_shards
+    params = _check(signature(x), signature(bounds), *facts, implementation, config)
     return params, x, bounds, factor
 
 
@@ -122,13 +131,15 @@ def _check(
     shift: Shift | None,
     scale: float | None,
     dtype: Any,
+    axis_name: tuple[str, ...] | None,
+    num_shards: int,
     implementation: Implementation | None,
     config: ChunkCumsumDecayConfig | None,
 ) -> vjp.Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
     implementations.check(implementation, config, ChunkCumsumDecayConfig)
     axis = checks.axis(axis, x.shape)
-    length = x.shape[axis]
+    length = x.shape[axis] * num_shards
     chunk_size = _chunk_size(chunk_size, length)
     reverse = checks.flag("reverse", reverse)
     checks.one_of("shift", shift, SHIFTS)
@@ -152,6 +163,7 @@ def _check(
         shift=shift,
         scale=scale,
         dtypes=(jnp.dtype(x.dtype).name, jnp.dtype(dtype or x.dtype).name),
+        axis_name=axis_name,
         implementation=implementation,
         config=config,
     )
@@ -206,16 +218,18 @@ def evaluate(
         summed = dataclasses.replace(params, dtypes=(params.dtypes[0], full.name))
         sums = evaluate(summed, x, cu_seqlens, None)
         return (sums * factor.astype(full)).astype(params.dtypes[1])
+    edges, names = None, params.axis_name
     if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.astype(jnp.int32)
-    operands: Any = vary.unify(x, cu_seqlens)
+        num_shards = 1 if names is None else jax.lax.axis_size(names)
+        edges = edges_of(cu_seqlens, x.shape[params.axis] * num_shards)
+    operands: Any = vary.unify(x, edges) if names is None else shards.unify(names, x, edges)
     if params.implementation == "xla":
         return vjp.reference(params, *operands)
     operands = forward_mode.refuse("chunk_cumsum_decay", *operands)
     if params.axis > 0:
         return vjp.accumulate(params, *operands)
-    x, cu_seqlens = operands  # the op's first axis is a batch
-    out: jax.Array = vjp.accumulate(dataclasses.replace(params, axis=1), x[None], cu_seqlens)
+    x, edges = operands  # the op's first axis is a batch
+    out: jax.Array = vjp.accumulate(dataclasses.replace(params, axis=1), x[None], edges)
     return out[0]
 
 

@@ -17,22 +17,31 @@ from pallas_ops.scan.tile import Tile
 
 
 def run(
-    x: jax.Array, cu_seqlens: jax.Array | None, *, name: str, dtype: str, **statics: Any
+    x: jax.Array,
+    edges: jax.Array | None,
+    carry: jax.Array | None,
+    *,
+    name: str,
+    dtype: str,
+    **statics: Any,
 ) -> tuple[jax.Array]:
-    """The sums, like x but of `dtype`."""
-    plan = plan_of(x, cu_seqlens, **statics)
+    """The sums, like x but of `dtype`. The first one that is met starts from `carry`."""
+    plan = plan_of(x, edges, **statics)
     s = plan.view.s
     view = x.reshape(s.b, s.n, s.c)
-    table = carry = None
-    if cu_seqlens is not None:
-        table = table_of(plan, cu_seqlens)
+    table = before = None
+    carry = None if carry is None else carry.reshape(s.b, 1, s.c)
+    if edges is not None:
+        table = table_of(plan, edges, statics["chunk_size"])
     elif plan.c.num_segments > 1:
         plan = segments.split(plan)
-        carry = segments.carries(plan, view)
+        before = segments.carries(plan, view)
+        before, carry = (before, None) if carry is None else (before + carry, None)
     (out,) = launch(
         partial(_kernel, plan=plan),
         view,
         table,
+        before,
         carry,
         name=name,
         grid=plan.view.grid,
@@ -45,7 +54,8 @@ def run(
 def _kernel(
     x_ref: Ref,  # [B, N, C]
     table_ref: Ref | None,  # [5, slots]
-    carry_ref: Ref | None,  # [B, segments, C]
+    before_ref: Ref | None,  # [B, segments, C]
+    carry_ref: Ref | None,  # [B, 1, C]
     out_ref: Ref,  # [B, N, C]
     *,
     plan: Plan,
@@ -60,8 +70,10 @@ def _kernel(
         return plus(before, total)
 
     before = chunks.load_edges(x_ref)
+    if before_ref is not None:
+        before = plus(before, chunks.load(before_ref, chunks.number))
     if carry_ref is not None:
-        before = plus(before, chunks.load(carry_ref, chunks.number))
+        before = plus(before, chunks.load(carry_ref, 0, chunks.is_first))
     if view.tiles == 1:
         step(0, before)
     else:

@@ -13,7 +13,8 @@ Shift = Literal["chunk", "sequence"]
 
 def accumulate(
     x: jax.Array,
-    cu_seqlens: jax.Array | None,
+    edges: jax.Array | None,
+    carry: jax.Array | None = None,
     *,
     axis: int,
     chunk_size: int,
@@ -22,12 +23,16 @@ def accumulate(
     scale: float | None,
     shift_result: bool = False,
 ) -> jax.Array:
-    """The output in float32 (float64). `shift_result`: of the sums, not of x."""
+    """The output in float32 (float64). `shift_result`: of the sums, not of x.
+
+    `carry` is what the first sum that is met starts from. `edges` are as `edges_of` gives them, and
+    may be of a longer axis, of which this is a part that begins at 0.
+    """
     n = x.shape[axis]
     y = x.astype(wide(x.dtype))
     y = y if scale is None else y * scale
-    if cu_seqlens is not None:
-        return _packed(y, cu_seqlens, axis, chunk_size, reverse, shift, shift_result)
+    if edges is not None:
+        return _packed(y, edges, carry, axis, chunk_size, reverse, shift, shift_result)
     if shift == "sequence" and not shift_result:
         y = previous(y, axis, reverse)
     num_chunks = -(-n // chunk_size)
@@ -35,6 +40,8 @@ def accumulate(
     y = y.reshape(*y.shape[:axis], num_chunks, chunk_size, *y.shape[axis + 1 :])
     if shift == "chunk":
         y = previous(y, axis + 1, reverse)
+    if carry is not None:
+        y = y.at[(slice(None),) * axis + divmod(n - 1 if reverse else 0, chunk_size)].add(carry)
     y = lax.cumsum(y, axis + 1, reverse=reverse)
     y = y.reshape(*x.shape[:axis], num_chunks * chunk_size, *x.shape[axis + 1 :])
     y = lax.slice_in_dim(y, 0, n, axis=axis)
@@ -53,7 +60,7 @@ def _pad(y: jax.Array, axis: int, low: int, high: int) -> jax.Array:
     return lax.pad(y, jnp.zeros((), y.dtype), widths)
 
 
-def edges(cu_seqlens: jax.Array, n: int) -> jax.Array:
+def edges_of(cu_seqlens: jax.Array, n: int) -> jax.Array:
     """[S + 3]: where S sequences begin and end, between what is before and what is behind them."""
     inside = jnp.clip(cu_seqlens.astype(jnp.int32), 0, n)
     if isinstance(inside.size, int):
@@ -72,14 +79,15 @@ def among(ends: jax.Array, i: jax.Array) -> jax.Array:
 
 def _packed(
     y: jax.Array,
-    cu_seqlens: jax.Array,
+    bounds: jax.Array,
+    carry: jax.Array | None,
     axis: int,
     chunk_size: int,
     reverse: bool,
     shift: Shift | None,
     shift_result: bool,
 ) -> jax.Array:
-    n, bounds = y.shape[axis], edges(cu_seqlens, y.shape[axis])
+    n = y.shape[axis]
     i = jnp.arange(n, dtype=jnp.int32)
     sequence = among(bounds[1:-1], i)
     low, high = bounds[sequence], bounds[sequence + 1]
@@ -94,6 +102,8 @@ def _packed(
     y = jnp.where(along((sequence > 0) & (sequence < bounds.size - 2)), y, 0)
     if shift and not shift_result:
         y = jnp.where(first if shift == "chunk" else edge, 0, previous(y, axis, reverse))
+    if carry is not None:
+        y = y.at[(slice(None),) * axis + (n - 1 if reverse else 0,)].add(carry)
     y = _restarting_sums(first, y, axis, reverse)
     return jnp.where(edge, 0, previous(y, axis, reverse)) if shift_result else y
 

@@ -15,7 +15,7 @@ from pallas_ops.core import card
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, both
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig, choose
-from pallas_ops.ops.chunk_cumsum_decay.reference import Shift, among, edges
+from pallas_ops.ops.chunk_cumsum_decay.reference import Shift, among
 from pallas_ops.scan.tile import Ranges, Tile, per_range
 from pallas_ops.scan.view import Sizes, View
 
@@ -50,7 +50,7 @@ class Plan:
 
 def plan_of(
     x: jax.Array,
-    cu_seqlens: jax.Array | None,
+    edges: jax.Array | None,
     *,
     axis: int,
     chunk_size: int,
@@ -62,8 +62,8 @@ def plan_of(
     s, n = Sizes.of(x.shape, axis, x.dtype.itemsize), x.shape[axis]
     size = min(chunk_size, n)
     count = pl.cdiv(n, size)
-    if cu_seqlens is not None:  # each sequence may end in a short one, as what is around them
-        count = (n + (cu_seqlens.size + 1) * (size - 1)) // size
+    if edges is not None:  # what is between two edges may end in a short one, or begin in one
+        count = (n + edges.size * (size - 1)) // size
     s = dataclasses.replace(s, size=size, count=count)
     c = config or choose(s, card.current())
     view = View(
@@ -73,24 +73,31 @@ def plan_of(
         block_c=c.block_c,
         num_ranges=c.num_chunks,
         num_steps=c.num_steps,
-        packed=cu_seqlens is not None,
+        packed=edges is not None,
     )
     return Plan(view=view, c=c, **statics)
 
 
-def table_of(plan: Plan, cu_seqlens: jax.Array) -> jax.Array:
-    """[5, slots]: each chunk's start and stop, its sequence's, and whether there is a sequence."""
+def table_of(plan: Plan, edges: jax.Array, size: int) -> jax.Array:
+    """[5, slots]: each chunk's start and stop, its sequence's, and whether there is a sequence.
+
+    All of them within the axis. A sequence's chunks are counted from its own edge, which may be
+    before the axis.
+    """
     s = plan.view.s
-    bounds = edges(cu_seqlens, s.n)
-    counts = pl.cdiv(bounds[1:] - bounds[:-1], s.size)
+    bounds = jnp.clip(edges, 0, s.n)
+    skipped = (bounds[:-1] - edges[:-1]) // size
+    counts = pl.cdiv(bounds[1:] - edges[:-1], size) - skipped
+    counts = jnp.where(bounds[:-1] < bounds[1:], counts, 0)
     ends = jnp.cumsum(counts)
     slot = jnp.arange(s.count, dtype=jnp.int32)
     sequence = among(ends, slot)
     last = counts.size - 1
     own = jnp.minimum(sequence, last)
     low, high = bounds[own], bounds[own + 1]
-    start = jnp.where(sequence > last, high, low + (slot - (ends - counts)[own]) * s.size)
-    stop = start + jnp.minimum(s.size, high - start)
+    begin = edges[own] + (slot - (ends - counts - skipped)[own]) * size
+    start = jnp.where(sequence > last, high, jnp.maximum(begin, low))
+    stop = jnp.where(sequence > last, high, begin + jnp.minimum(size, high - begin))
     live = (own > 0) & (own < last)
     return jnp.stack([start, stop, low, high, live.astype(jnp.int32)])
 
@@ -121,6 +128,12 @@ class Chunks(Ranges):
         if not self.view.packed:
             return self.view.tiles
         return pl.cdiv(jnp.max(self.stop - self.start), self.view.block_n)
+
+    @property
+    def is_first(self) -> jax.Array:
+        """Whether a chunk is where the sum begins."""
+        edge = self.stop == self.view.s.n if self.view.reverse else self.start == 0
+        return edge & (self.start < self.stop)
 
     def load_tile(self, tile: Tile, ref: Ref) -> jax.Array:
         """What is summed."""

@@ -1,7 +1,7 @@
 """How chunk_cumsum_decay differentiates: it is linear, so its gradient is itself turned round.
 
 The transpose of a sum goes the other way, and that of a shift before it is a shift behind it.
-Nothing is saved but the bounds of packed sequences.
+Nothing is saved but the edges of packed sequences.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import jax
 
 from pallas_ops.core import implementations
 from pallas_ops.core.dispatch import Implementation, Op
-from pallas_ops.core.partition import TypeOf, call, reshard_like
-from pallas_ops.ops.chunk_cumsum_decay import kernel
+from pallas_ops.core.partition import TypeOf, call, gathered, reshard_like
+from pallas_ops.ops.chunk_cumsum_decay import kernel, shards
 from pallas_ops.ops.chunk_cumsum_decay import reference as meaning
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
 
@@ -30,6 +30,7 @@ class Params:
     shift: meaning.Shift | None
     scale: float | None
     dtypes: tuple[str, str]  # of x and of the result
+    axis_name: tuple[str, ...] | None
     implementation: Implementation | None
     config: ChunkCumsumDecayConfig | None
     shift_result: bool = False  # a shift is of the sums
@@ -52,58 +53,85 @@ class Params:
         )
 
 
-def reference(p: Params, x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+def reference(p: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
     """`accumulate` in jax.numpy, differentiated by JAX."""
-    return _reference(x, cu_seqlens, **p.static)[0]
+    call = lambda op, *operands, **static: op.reference(*operands, **static)  # noqa: E731
+    return _sums(p, call, x, edges)
 
 
 def _reference(
-    x: jax.Array, cu_seqlens: jax.Array | None, *, dtype: str, **static: Any
+    x: jax.Array, edges: jax.Array | None, carry: jax.Array | None, *, dtype: str, **static: Any
 ) -> tuple[jax.Array]:
     del static["config"]  # a launch choice
-    return (meaning.accumulate(x, cu_seqlens, **static).astype(dtype),)
+    whole = gathered(x, static["axis"])
+    out = meaning.accumulate(whole, edges, carry, **static).astype(dtype)
+    return reshard_like((out,), (x,))  # type: ignore[return-value]
 
 
-def _kernel(
-    x: jax.Array, cu_seqlens: jax.Array | None, *, name: str, axis: int, **static: Any
-) -> tuple[jax.Array]:
+def _kernel(x: jax.Array, *others: Any, name: str, axis: int, **static: Any) -> tuple[jax.Array]:
     """The reference where `jax.vmap` has made more rows than the kernel counts."""
     if math.prod(x.shape[:axis]) > implementations.LONGEST:
-        return _reference(x, cu_seqlens, axis=axis, **static)
-    return kernel.run(x, cu_seqlens, name=name, axis=axis, **static)
+        return _reference(x, *others, axis=axis, **static)
+    return kernel.run(x, *others, name=name, axis=axis, **static)
 
 
 @functools.lru_cache(maxsize=128)
 def op(before: int, after: int, is_gradient: bool) -> Op:
-    """The op, or itself as its gradient, with axes beside the summed one."""
+    """The op, or itself as its gradient, with axes beside the summed one.
+
+    Operands are x, edges and carry: see `reference.accumulate`.
+    """
     outer = ["b", *(f"o{i}" for i in range(before - 1))]
-    full = " ".join([*outer, "n", *(f"i{i}" for i in range(after))])
+    inner = [f"i{i}" for i in range(after)]
+    full = " ".join([*outer, "n", *inner])
     name = "chunk_cumsum_decay" + "_backward" * is_gradient
     return Op(
         name=name,
         kernel=partial(_kernel, name=name),
         reference=_reference,
-        operands=(full, "s"),
+        operands=(full, "s", " ".join([*outer, *inner])),
         results=(full,),
-        unsharded=("n", "s"),
+        unsharded=("s",),
+        shards=("n", partial(_of_shard, is_gradient)),
     )
 
 
+def _of_shard(
+    is_gradient: bool,
+    run: Any,
+    mesh_axes: tuple[str, ...],
+    x: jax.Array,
+    *others: Any,
+    **static: Any,
+) -> tuple[jax.Array]:
+    axis = static["axis"]
+    sums = partial(run, op(axis, x.ndim - axis - 1, is_gradient))
+    return shards.of_shard(sums, mesh_axes, x, *others, **static)
+
+
+def _sums(p: Params, run: Any, x: jax.Array, edges: jax.Array | None) -> jax.Array:
+    """Of one device, or over the shards of `p.axis_name`."""
+    if p.axis_name is None:
+        sums = partial(run, op(p.axis, x.ndim - p.axis - 1, p.is_gradient))
+    else:
+        sums = partial(_of_shard, p.is_gradient, run, p.axis_name)
+    (out,) = sums(x, edges, None, **p.static)
+    return out  # type: ignore[no-any-return]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def accumulate(p: Params, x: jax.Array, cu_seqlens: jax.Array | None) -> jax.Array:
+def accumulate(p: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
     """The sums of [b, ..., n, ...]."""
-    sums = op(p.axis, x.ndim - p.axis - 1, p.is_gradient)
-    (out,) = call(sums, x, cu_seqlens, implementation=p.implementation, **p.static)
-    return out
+    return _sums(p, partial(call, implementation=p.implementation), x, edges)
 
 
-def _forward(p: Params, x: jax.Array, cu_seqlens: jax.Array | None):  # type: ignore[no-untyped-def]
-    return accumulate(p, x, cu_seqlens), (TypeOf(x), cu_seqlens)
+def _forward(p: Params, x: jax.Array, edges: jax.Array | None):  # type: ignore[no-untyped-def]
+    return accumulate(p, x, edges), (TypeOf(x), edges)
 
 
 def _backward(p: Params, saved, do):  # type: ignore[no-untyped-def]
-    x, cu_seqlens = saved
-    dx = accumulate(p.transposed(), do, cu_seqlens)
+    x, edges = saved
+    dx = accumulate(p.transposed(), do, edges)
     return *reshard_like((dx,), (x,)), None
 
 

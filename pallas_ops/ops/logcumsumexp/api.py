@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_ops.core import checks, forward_mode, implementations, vary
+from pallas_ops.core import checks, forward_mode, implementations, shards, vary
 from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import cached, signature
 from pallas_ops.ops.logcumsumexp import reference, vjp
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, choose_block_n
@@ -25,6 +26,7 @@ def logcumsumexp(
     reverse: bool | np.bool_ = False,
     initial_state: ArrayLike | None = None,
     clip: float | np.floating[Any] | None = None,
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
     config: LogcumsumexpConfig | None = None,
 ) -> jax.Array:
@@ -48,6 +50,10 @@ def logcumsumexp(
       reverse: sum from the end.
       initial_state: real, broadcastable to x's shape with length 1 on `axis`; default: -inf.
       clip: clamps x and the state to [-clip, clip] first, with gradient 0 outside. A number >= 0.
+      axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
+        which `axis` is sharded, in order: the sums are those of the whole sequence, whose initial
+        state enters its first shard and whose final state all shards get. Shards exchange one
+        state each, forward and backward.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
         elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
       config: launch choices; None chooses by shape. "xla" takes none.
@@ -61,7 +67,8 @@ def logcumsumexp(
     Source: the kernels parallel and recurrence of xopes, to which it adds exactness, any axis,
     clipping and reversal without copies, and a backward pass that saves nothing of x's size but x.
     """
-    return _run(*prepare(x, initial_state, axis, reverse, clip, implementation, config))[0]
+    given = axis, reverse, clip, axis_name, implementation, config
+    return _run(*prepare(x, initial_state, *given))[0]
 
 
 def logcumsumexp_with_state(
@@ -71,6 +78,7 @@ def logcumsumexp_with_state(
     reverse: bool | np.bool_ = False,
     initial_state: ArrayLike | None = None,
     clip: float | np.floating[Any] | None = None,
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
     config: LogcumsumexpConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -79,7 +87,8 @@ def logcumsumexp_with_state(
     It is the initial state of what follows: a sequence may be split anywhere. (With `clip`, that
     state is clipped as any other, so this holds up to `clip`. Of a float64 x it is float64.)
     """
-    return _run(*prepare(x, initial_state, axis, reverse, clip, implementation, config))
+    given = axis, reverse, clip, axis_name, implementation, config
+    return _run(*prepare(x, initial_state, *given))
 
 
 def prepare(
@@ -88,13 +97,16 @@ def prepare(
     axis: SupportsIndex,
     reverse: bool | np.bool_,
     clip: float | np.floating[Any] | None,
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = "xla",
     config: LogcumsumexpConfig | None = None,
 ) -> tuple[vjp.Params, jax.Array, jax.Array | None]:
     """What `evaluate` takes, or a refusal."""
     x, initial = checks.array("x", x), checks.optional_array("initial_state", initial_state)
     signatures = signature(x), signature(initial)
-    return _check(*signatures, axis, reverse, clip, implementation, config), x, initial
+    names = checks.axis_name(axis_name)
+    params = _check(*signatures, axis, reverse, clip, names, implementation, config)
+    return params, x, initial
 
 
 @cached
@@ -104,6 +116,7 @@ def _check(
     axis: SupportsIndex,
     reverse: bool | np.bool_,
     clip: Any,
+    axis_name: tuple[str, ...] | None,
     implementation: Implementation | None,
     config: LogcumsumexpConfig | None,
 ) -> vjp.Params:
@@ -125,6 +138,7 @@ def _check(
         reverse=reverse,
         clip=clip,
         block_n=block_n,
+        axis_name=axis_name,
         implementation=implementation,
         config=config,
     )
@@ -177,6 +191,8 @@ def evaluate(
     if initial is not None:
         initial = reference.initial_state(initial, x, axis, params.clip)
     operands: Any = vary.unify(x, initial)
+    if params.axis_name is not None:
+        operands = shards.unify(params.axis_name, x, initial)
     if params.implementation == "xla":
         out, final = vjp.reference(params, *operands)
         return out, jnp.expand_dims(final, axis)

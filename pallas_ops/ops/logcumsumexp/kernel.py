@@ -42,6 +42,7 @@ from pallas_ops.scan.view import MAX_VECTOR
 def forward(
     x: jax.Array,
     initial: jax.Array | None,
+    total: jax.Array | None,
     *,
     axis: int,
     reverse: bool,
@@ -50,15 +51,18 @@ def forward(
     config: LogcumsumexpConfig | None,
     save: bool,
 ) -> tuple[jax.Array, ...]:
-    """Output and final state; to save: pivots and totals before each tile and after the last."""
+    """Output and final state; to save: pivots and totals before each tile and after the last.
+
+    With a `total`, `initial` is the pivot that it is relative to.
+    """
     plan = plan_of(x, axis, block_n, config, reverse=reverse, clip=clip)
     s, saved = plan.view.s, plan.num_tiles + 1
     view = x.reshape(s.b, s.n, s.c)
-    column = None if initial is None else initial.reshape(s.b, 1, s.c)
+    given = [None if y is None else y.reshape(s.b, 1, s.c) for y in (initial, total)]
     before: tuple[jax.Array | None, ...] = None, None
     if s.count > 1:
         before = segments.prepared(s, _totals(plan, view))
-    operands = (view, column, *before)
+    operands = (view, *given, *before)
     sizes = (1, *[saved] * (2 * save))
     out, *others = launch(
         partial(_forward_kernel, plan=plan, save=save),
@@ -72,6 +76,17 @@ def forward(
     final, *states = others
     states = [y.reshape(*outer, saved, *inner) for y in states]
     return out.reshape(x.shape), final.reshape(*outer, *inner), *states
+
+
+def totals(
+    x: jax.Array, *, axis: int, block_n: int, config: LogcumsumexpConfig | None, **options: Any
+) -> Pair:
+    """The pivot and total of all of the axis."""
+    plan = plan_of(x, axis, block_n, config, **options)
+    s = plan.view.s
+    p, w = segments.added(_totals(plan, x.reshape(s.b, s.n, s.c)))
+    shape = x.shape[:axis] + x.shape[axis + 1 :]
+    return p.reshape(shape), w.reshape(shape)
 
 
 def _totals(plan: Plan, x: jax.Array) -> Pair:
@@ -115,7 +130,8 @@ def _totals_kernel(
 
 def _forward_kernel(
     x_ref: Ref,  # [b, n, c], as out_ref
-    initial_ref: Ref | None,  # [b, 1, c]
+    initial_ref: Ref | None,  # [b, 1, c], as total_ref
+    total_ref: Ref | None,
     p_ref: Ref | None,  # sums before segments [b, c, count], as s_ref
     s_ref: Ref | None,
     out_ref: Ref,
@@ -128,6 +144,8 @@ def _forward_kernel(
     pair = empty(ranges.shape)[:2]
     if initial_ref is not None:
         pair = pair_of(ranges.load(initial_ref, 0))
+    if total_ref is not None:
+        pair = pair[0], ranges.load(total_ref, 0)
     if p_ref is not None:
         pair = segments.join(pair, segments.load(ranges, p_ref, s_ref))
 

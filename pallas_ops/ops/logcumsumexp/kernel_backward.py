@@ -70,6 +70,25 @@ def backward(
     return dx.reshape(x.shape), dinitial.reshape(*outer, *inner)
 
 
+def totals(
+    x: jax.Array,
+    do: jax.Array,
+    saved_p: jax.Array,
+    saved_s: jax.Array,
+    *,
+    axis: int,
+    block_n: int,
+    config: LogcumsumexpConfig | None,
+    **options: Any,
+) -> tuple[jax.Array]:
+    """The gradient of the total before the first tile, without that of the final state."""
+    plan = plan_of(x, axis, block_n, config, backward=True, **options)
+    s, first = plan.view.s, lax.index_in_dim(saved_p, 0, axis, keepdims=False)
+    arrays = [y.reshape(s.b, y.shape[axis], s.c) for y in (x, do, saved_p, saved_s)]
+    p, w = segments.added(_totals(plan, arrays))
+    return ((w * jnp.exp(p + first.reshape(p.shape))).reshape(first.shape),)
+
+
 def _totals(plan: Plan, arrays: list[jax.Array]) -> Pair:
     """The gradient of the sum before each segment, of the segment alone.
 

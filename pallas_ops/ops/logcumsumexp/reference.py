@@ -47,16 +47,33 @@ def initial_state(
 
 
 def accumulate(
-    x: jax.Array, initial: jax.Array | None, *, axis: int, **options: Any
+    x: jax.Array,
+    initial: jax.Array | None,
+    total: jax.Array | None = None,
+    *,
+    axis: int,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and final state in float32 (float64); states are without `axis`."""
-    last, out = running(x, initial, lambda state: state.log, axis=axis, **options)
+    """Output and final state in float32 (float64); states are without `axis`.
+
+    With a `total`, `initial` is the pivot that it is relative to, and no logarithm.
+    """
+    last, out = running(x, initial, total, lambda state: state.log, axis=axis, **options)
     return jnp.moveaxis(out, 0, axis), last.log
+
+
+def totals(x: jax.Array, *, axis: int, clip: float | None) -> tuple[jax.Array, jax.Array]:
+    """The pivot and total of all of the axis."""
+    y = clamp(jnp.moveaxis(x.astype(wide(x.dtype)), axis, 0), clip)
+    parts = _totals(_segments((y,), _num_segments(y.shape)))
+    last, _ = _scan(_start(y, 0), parts[:2], lambda *_: None, False, 1)
+    return last[:2]
 
 
 def running(
     x: jax.Array,
     initial: jax.Array | None,
+    total: jax.Array | None,
     emit: Callable[[State], Any],
     *,
     axis: int,
@@ -66,7 +83,7 @@ def running(
 ) -> tuple[State, Any]:
     """The final state, and `emit` of the state after each position, which is its first axis."""
     y = clamp(jnp.moveaxis(x.astype(wide(x.dtype)), axis, 0), clip)
-    start = _start(y, 0, initial)
+    start = _start(y, 0, initial, total)
     return _scan(start, (y,), lambda _, after: emit(after), reverse, num_segments)
 
 
@@ -86,16 +103,8 @@ def _scan(
     n = xs[0].shape[0]
     count = _num_segments(xs[0].shape) if num_segments is None else num_segments
     if count > 1:
-        length = -(-n // count)
-        padding = [(0, length * count - n, 0), *[(0, 0, 0)] * (xs[0].ndim - 1)]
-        xs = tuple(
-            lax.pad(x, jnp.array(-jnp.inf if i == 0 else 0, x.dtype), padding)
-            .reshape(count, length, *x.shape[1:])
-            .swapaxes(0, 1)
-            for i, x in enumerate(xs)
-        )
-        totals, _ = lax.scan(lambda s, x: (_sum(s, *x), None), _start(xs[0], 0), xs)
-        _, state = _scan(state, totals[:2], lambda before, _: before, reverse)
+        xs = _segments(xs, count)
+        _, state = _scan(state, _totals(xs)[:2], lambda before, _: before, reverse)
 
     def step(before: State, x: tuple[jax.Array, ...]) -> tuple[State, Any]:
         after = _sum(before, *x)
@@ -108,9 +117,28 @@ def _scan(
     return last, emitted
 
 
+def _segments(xs: tuple[jax.Array, ...], count: int) -> tuple[jax.Array, ...]:
+    """xs with a second axis of segments."""
+    n = xs[0].shape[0]
+    length = -(-n // count)
+    padding = [(0, length * count - n, 0), *[(0, 0, 0)] * (xs[0].ndim - 1)]
+    return tuple(
+        lax.pad(x, jnp.array(-jnp.inf if i == 0 else 0, x.dtype), padding)
+        .reshape(count, length, *x.shape[1:])
+        .swapaxes(0, 1)
+        for i, x in enumerate(xs)
+    )
+
+
+def _totals(xs: tuple[jax.Array, ...]) -> State:
+    """Of each segment."""
+    return lax.scan(lambda s, x: (_sum(s, *x), None), _start(xs[0], 0), xs)[0]
+
+
 def checkpoints(
     x: jax.Array,
     initial: jax.Array | None,
+    total: jax.Array | None = None,
     *,
     axis: int,
     block_n: int,
@@ -118,8 +146,10 @@ def checkpoints(
     **options: Any,
 ) -> list[jax.Array]:
     """The pivots and totals before each tile of `block_n` positions and after the last one."""
-    start = _start(x, axis, initial)
-    _, after = running(x, initial, lambda state: state[:2], axis=axis, reverse=reverse, **options)
+    start = _start(x, axis, initial, total)
+    _, after = running(
+        x, initial, total, lambda state: state[:2], axis=axis, reverse=reverse, **options
+    )
     n = x.shape[axis]
     at = jnp.minimum(jnp.arange(1, -(-n // block_n) + 1) * block_n, n)
     at = n - at if reverse else at - 1
@@ -159,16 +189,25 @@ def _sum(state: State, x: jax.Array, total: jax.Array | int = 1) -> State:
     return State(pivot, after, stop_gradient(error))
 
 
-def _start(x: jax.Array, axis: int, initial: jax.Array | None = None) -> State:
+def _start(
+    x: jax.Array, axis: int, initial: jax.Array | None = None, total: jax.Array | None = None
+) -> State:
     """The state before any number of x, from what was given if anything was."""
     if initial is not None:
-        pivot = stop_gradient(finite(initial))
-        total = jnp.exp(initial - pivot)
+        pivot, total = pair_of(initial, total)
         return State(pivot, total, stop_gradient(jnp.zeros_like(total)))
     like = x.sum(axis, dtype=wide(x.dtype))  # for its type alone: its values are not used
     lowest, zero = jnp.full_like(like, jnp.finfo(like.dtype).min), jnp.zeros_like(like)
     varying: Any = vary.unify(lowest, zero, zero, like)
     return State(*varying[:3])
+
+
+def pair_of(initial: jax.Array, total: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """The pivot and total of a logarithm; or what was given, if that is a pair already."""
+    if total is not None:
+        return stop_gradient(initial), total
+    pivot = stop_gradient(finite(initial))
+    return pivot, jnp.exp(initial - pivot)
 
 
 def finite(x: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ Saved: x and the initial state, which the caller has, and a pair of float32 a ti
 """
 
 import dataclasses
-import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_ops.core import vary
-from pallas_ops.core.dispatch import Implementation, Op
+from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.partition import call, reshard_like
-from pallas_ops.ops.logcumsumexp import kernel, kernel_backward
-from pallas_ops.ops.logcumsumexp import reference as meaning
+from pallas_ops.core.shards import checked, is_replicated, order
+from pallas_ops.ops.logcumsumexp import shards
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
+from pallas_ops.ops.logcumsumexp.passes import forward_of_shard, ops_of
 
 RESIDUALS = "pallas_ops.logcumsumexp"
 
@@ -32,6 +33,7 @@ class Params:
     reverse: bool
     clip: float | None
     block_n: int
+    axis_name: tuple[str, ...] | None
     implementation: Implementation | None
     config: LogcumsumexpConfig | None
 
@@ -41,101 +43,74 @@ class Params:
         names = ("axis", "reverse", "clip", "block_n", "config")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def call(self) -> Callable[..., tuple[jax.Array, ...]]:
+        """Runs an op."""
+        return partial(call, implementation=self.implementation)
+
+
+def _forward_pass(
+    p: Params, call: Any, x: jax.Array, initial: jax.Array | None, *, save: bool
+) -> tuple[jax.Array, ...]:
+    """Output and final state, and what is saved."""
+    scan = partial(call, ops_of(p.axis, x)[1 + save])
+    if p.axis_name is not None:
+        scan = partial(forward_of_shard, call, p.axis_name, save=save)
+    results: tuple[jax.Array, ...] = scan(x, initial, None, **p.static)
+    return results
+
 
 def reference(p: Params, x: jax.Array, initial: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """`accumulate` in jax.numpy, differentiated by JAX."""
-    out, final = meaning.accumulate(x, initial, axis=p.axis, reverse=p.reverse, clip=p.clip)
-    return out.astype(x.dtype), final
-
-
-def _forward_reference(
-    x: jax.Array, initial: jax.Array | None, *, save: bool, block_n: int, **static: Any
-) -> tuple[jax.Array, ...]:
-    del static["config"]  # a launch choice
-    out, final = meaning.accumulate(x, initial, **static)
-    if not save:
-        return out.astype(x.dtype), final
-    saved = meaning.checkpoints(x, initial, block_n=block_n, **static)
-    return out.astype(x.dtype), final, *saved
-
-
-def _backward_reference(
-    x: jax.Array,
-    do: jax.Array,
-    dfinal: jax.Array | None,
-    saved_p: jax.Array,
-    saved_s: jax.Array,
-    *,
-    block_n: int,
-    **static: Any,
-) -> tuple[jax.Array, jax.Array]:
-    del block_n, static["config"]
-    pivot, total = (jax.lax.index_in_dim(y, 0, static["axis"], False) for y in (saved_p, saved_s))
-    initial = meaning.State(pivot, total, total).log
-    pull = jax.vjp(partial(meaning.accumulate, **static), x, initial)[1]
-    dfinal = jnp.zeros_like(total) if dfinal is None else dfinal
-    dx, dinitial = pull((do.astype(dfinal.dtype), dfinal))
-    return dx, dinitial
-
-
-@functools.lru_cache(maxsize=128)
-def ops(before: int, after: int) -> tuple[Op, Op, Op]:
-    """The forward pass, the one that saves, and the backward pass, with axes beside the scanned."""
-    outer = ["b", *(f"o{i}" for i in range(before - 1))]
-    inner = [f"i{i}" for i in range(after)]
-    full, column, states = (" ".join([*outer, *x, *inner]) for x in (["n"], [], ["m"]))
-    forward, saving = (
-        Op(
-            name="logcumsumexp",
-            kernel=partial(kernel.forward, save=save),
-            reference=partial(_forward_reference, save=save),
-            operands=(full, column),
-            results=(full, column, *[states] * (2 * save)),
-            unsharded=("n",),
-        )
-        for save in (False, True)
-    )
-    backward = Op(
-        name="logcumsumexp_backward",
-        kernel=kernel_backward.backward,
-        reference=_backward_reference,
-        operands=(full, full, column, states, states),
-        results=(full, column),
-        unsharded=("n", "m"),
-    )
-    return forward, saving, backward
-
-
-def ops_of(p: Params, x: jax.Array) -> tuple[Op, Op, Op]:
-    return ops(p.axis, x.ndim - p.axis - 1)
+    call = lambda op, *operands, **static: op.reference(*operands, **static)  # noqa: E731
+    out, final = _forward_pass(p, call, x, initial, save=False)
+    return out, final
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def accumulate(p: Params, x: jax.Array, initial: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Output [b, ..., n, ...], and the final state without n, in float32."""
-    forward, _, _ = ops_of(p, x)
-    out, final = call(forward, x, initial, implementation=p.implementation, **p.static)
+    out, final = _forward_pass(p, p.call, x, initial, save=False)
     return out, final
 
 
 def _forward(p: Params, *primals):  # type: ignore[no-untyped-def]
     x, initial = primals[0].value, None if primals[1] is None else primals[1].value
-    _, saving, _ = ops_of(p, x)
-    out, final, *states = call(saving, x, initial, implementation=p.implementation, **p.static)
+    out, final, *states = _forward_pass(p, p.call, x, initial, save=True)
     saved = [checkpoint_name(y, RESIDUALS) for y in states]
     return (out, final), (x, initial, saved)
 
 
 def _backward(p: Params, saved, cotangents):  # type: ignore[no-untyped-def]
     x, initial, states = saved
-    _, _, backward = ops_of(p, x)
     do, dfinal = cotangents
     if isinstance(do, SymbolicZero):
         _, do = vary.unify(x, jnp.zeros_like(x))
     dfinal = None if isinstance(dfinal, SymbolicZero) else dfinal
-    grads = call(backward, x, do, dfinal, *states, implementation=p.implementation, **p.static)
-    dx, dinitial = reshard_like(grads, (x, initial))
+    backward = _backward_pass if p.axis_name is None else _backward_pass_of_shard
+    dx, dinitial = reshard_like(backward(p, x, initial, do, dfinal, *states), (x, initial))
     return dx, None if initial is None else dinitial
+
+
+def _backward_pass(p: Params, x: Any, _: Any, *others: Any) -> tuple[jax.Array, ...]:
+    grads: tuple[jax.Array, ...] = p.call(ops_of(p.axis, x).backward, x, *others, **p.static)
+    return grads
+
+
+def _backward_pass_of_shard(
+    p: Params, x: Any, initial: Any, do: Any, dfinal: Any, *states: Any
+) -> tuple[jax.Array, ...]:
+    """Where no types say what is replicated, shards' gradients of what all have add up."""
+    assert p.axis_name is not None
+    passes = ops_of(p.axis, x)
+    if dfinal is not None and not checked(p.axis_name):
+        dfinal = jax.lax.psum(dfinal, p.axis_name)
+    scans = partial(p.call, passes.backward_totals), partial(p.call, passes.backward)
+    dx, dinitial = shards.backward(*scans, p.axis_name, x, do, dfinal, *states, **p.static)
+    if initial is not None and not is_replicated(initial, p.axis_name):
+        number, _ = order(p.axis_name, reverse=p.reverse)
+        dinitial = jnp.where(number == 0, dinitial, 0)
+    return dx, dinitial
 
 
 # With symbolic zeros, who uses the output alone pays for no gradient of the final state.

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from pallas_ops.core import checks, forward_mode, partition, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
+from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import signature
 from pallas_ops.ops.lrpe_cosine import reference, refusals, vjp
 from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig
@@ -25,6 +26,7 @@ def lrpe_cosine(
     act: Act = "none",
     axis: SupportsIndex | None = None,
     layout: Layout = "BNHD",
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
     config: LrpeCosineConfig | None = None,
 ) -> jax.Array:
@@ -53,6 +55,9 @@ def lrpe_cosine(
       act: "none", "relu", "sigmoid", "silu", or "softmax" along `axis`.
       axis: of the softmax: that of the features or that of the sequence.
       layout: "BNHD" or "BHND"; neither is transposed.
+      axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
+        which N is sharded, in order: tokens, and a softmax over them, are those of the whole
+        sequence. Given `positions` are the shard's own.
       implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
         elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
       config: launch choices; None chooses by shape. "xla" takes none.
@@ -68,7 +73,7 @@ def lrpe_cosine(
     partial width as documented, and the exact phase.
     """
     same = act, axis, layout, implementation, config
-    return _run(*prepare(x, theta, offset, positions, *same))
+    return _run(*prepare(x, theta, offset, positions, axis_name, *same))
 
 
 def md_lrpe_cosine(
@@ -118,6 +123,7 @@ def prepare(
     theta: ArrayLike,
     offset: ArrayLike | Sequence[int],
     positions: ArrayLike | Sequence[float] | None,
+    axis_name: AxisName | None,
     *options: Any,
 ) -> tuple[vjp.Params, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """The arguments of `evaluate` for `lrpe_cosine`, checked.
@@ -127,7 +133,8 @@ def prepare(
     x, theta = checks.array("x", x), checks.array("theta", theta)
     first = refusals.offset(offset, x.shape, given=positions is not None)
     places = checks.optional_array("positions", positions)
-    params = _params((x, theta, first, places), "N", None, 0, *options)
+    names = checks.axis_name(axis_name)
+    params = _params(names, (x, theta, first, places), "N", None, 0, *options)
     return params, x, theta, first, None if places is None else places[..., None]
 
 
@@ -142,13 +149,16 @@ def prepare_md(
     x, theta = checks.array("x", x), checks.array("theta", theta)
     points, num_prefix_tokens = refusals.grid(*grid, given=positions is not None)
     places = checks.optional_array("positions", positions)
-    params = _params((x, theta, None, places), "N K", points, num_prefix_tokens, *options)
+    params = _params(None, (x, theta, None, places), "N K", points, num_prefix_tokens, *options)
     return params, x, theta, None, places
 
 
-def _params(arrays: Sequence[jax.Array | None], *facts: Any) -> vjp.Params:
+def _params(
+    axis_name: tuple[str, ...] | None, arrays: Sequence[jax.Array | None], *facts: Any
+) -> vjp.Params:
     """The static arguments; `facts` are those of `refusals.static` after the arrays' types."""
-    return vjp.Params(**refusals.static(*map(signature, arrays), *facts))
+    static = refusals.static(*map(signature, arrays), *facts)
+    return vjp.Params(axis_name=axis_name, **static)
 
 
 def evaluate(
@@ -164,11 +174,11 @@ def evaluate(
         positions = reference.without_prefix(positions, params.num_prefix_tokens)
         positions = positions.astype(theta.dtype)
     whole = partition.gathered(x, x.ndim - 1)
-    operands: Any = vary.unify(
-        whole if x.ndim == 4 else whole[:, :, None], theta, offset, positions
-    )
+    index = None if params.axis_name is None else jax.lax.axis_index(params.axis_name)
+    four = whole if x.ndim == 4 else whole[:, :, None]
+    operands: Any = vary.unify(four, theta, offset, positions, index)[:4]
     if params.implementation == "xla":
-        out = reference.rotate(*operands, **vars(params))
+        out = vjp.reference(params, *operands)
     else:
         out = vjp.rotate(params, *forward_mode.refuse("lrpe_cosine", *operands))
     out = out.reshape(*x.shape[:-1], 2 * x.shape[-1])

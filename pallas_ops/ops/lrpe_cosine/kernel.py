@@ -31,18 +31,21 @@ def forward(
     theta: jax.Array,
     offset: jax.Array | None,
     positions: jax.Array | None,
-    *,
+    *given: jax.Array | None,
     save: bool,
     **static: Any,
 ) -> tuple[jax.Array, ...]:
-    """The output [B, .., 2, D]; to save, the softmax's pivot and share, and the cached angles."""
+    """The output [B, .., 2, D]; to save, the softmax's pivot and share, and the cached angles.
+
+    `given` are the pivot and share, if they are known.
+    """
     plan = plan_of(x, theta, positions, **static)
     operands = Operands(theta=spread_theta(plan, theta), offset=offset, positions=positions)
     cached = [kernel_rows.angles(plan, operands)] if plan.c.cache_angles else []
     operands = operands._replace(x=plan.view(x), cached=cached[0] if cached else None)
-    columns: list[jax.Array] = []
-    if _has_parts(plan):
-        columns = kernel_walk.softmax(plan, operands.x)
+    columns = [column for column in given if column is not None]
+    if columns or _has_parts(plan):
+        columns = columns or kernel_walk.softmax(plan, operands.x)
         operands = operands._replace(pivot=columns[0], share=columns[1])
         plan = replace(plan, c=choose(plan.s))
     result, *more_columns = _kernels(plan).forward(plan, operands)
@@ -50,17 +53,34 @@ def forward(
     return (result, *columns, *more_columns, *cached) if save else (result,)
 
 
+def softmax(x: jax.Array, **static: Any) -> tuple[jax.Array, ...]:
+    """The pivot and total of the softmax over the sequence [B, H, D]."""
+    theta: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)  # there are no angles
+    plan = plan_of(x, theta, None, **static)
+    pivot, share = kernel_walk.softmax(plan, plan.view(x))
+    return pivot, 1 / share
+
+
+def mean(
+    x: jax.Array, dout: jax.Array, *others: jax.Array | None, **static: Any
+) -> tuple[jax.Array]:
+    """The sum of a * da over the sequence [B, H, D]; arguments as for `backward`."""
+    plan, operands = _plan_backward(x, dout, *others, **static)
+    operands = operands._replace(theta=spread_theta(plan, operands.theta))
+    return (kernel_walk.mean(plan, operands),)
+
+
 def backward(
     x: jax.Array | None, dout: jax.Array, *others: jax.Array | None, **static: Any
 ) -> tuple[jax.Array]:
     """dx, from dout [B, .., 2, D]; x is given if there is an activation.
 
-    `others` are the `Operands` from theta to share.
+    `others` are the `Operands` from theta to mean.
     """
     plan, operands = _plan_backward(x, dout, *others, **static)
     operands = operands._replace(theta=spread_theta(plan, operands.theta))
-    if _has_parts(plan):
-        operands = operands._replace(mean=kernel_walk.mean(plan, operands))
+    if operands.mean is not None or _has_parts(plan):
+        operands = _with_mean(plan, operands)
         plan = replace(plan, c=choose(plan.s))
     (dx,) = _kernels(plan).backward(plan, operands)
     return (dx.reshape(*dout.shape[:3], plan.s.d),)
@@ -73,7 +93,7 @@ def gradients(
     plan, operands = _plan_backward(x, dout, *others, **static)
     plan = replace(plan, c=choose_walk(plan.s, plan.act, current()))
     if with_x and _has_parts(plan):
-        operands = operands._replace(mean=kernel_walk.mean(plan, operands))
+        operands = _with_mean(plan, operands)
     # The gradient of theta is float32, whatever the dtype of x.
     num_stages = storing_stages(plan.c, dout.dtype.itemsize, current())
     plan = replace(plan, c=replace(plan.c, num_stages=num_stages), precise=True)
@@ -90,6 +110,12 @@ def _plan_backward(
     plan = plan_of(dout, operands.theta, operands.positions, **static)
     x = None if x is None else plan.view(x)
     return plan, operands._replace(x=x, dout=plan.view(dout))
+
+
+def _with_mean(plan: Plan, operands: Operands) -> Operands:
+    if operands.mean is not None:
+        return operands
+    return operands._replace(mean=kernel_walk.mean(plan, operands))
 
 
 def _kernels(plan: Plan) -> ModuleType:

@@ -9,12 +9,11 @@ from jax import lax
 from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_ops.core import vary
 from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import is_explicit
+from pallas_ops.core.shards import Names, gather
 
 Scale = float | jax.Array
-AxisName = str | tuple[str, ...]  # of a mesh
 
 
 def _einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -65,7 +64,7 @@ def as_int32(x: jax.Array) -> jax.Array:
 
 
 def local_lengths(
-    lengths: jax.Array | None, n: int, m: int, window: int | None, axis_name: AxisName | None
+    lengths: jax.Array | None, n: int, m: int, window: int | None, axis_name: Names | None
 ) -> jax.Array | None:
     """Lengths counted from the start of this shard's part of the cache (may be > M).
 
@@ -173,17 +172,12 @@ def softmax(score: jax.Array) -> tuple[jax.Array, jax.Array]:
     return p / nonzero[..., None], lse
 
 
-def merge_shards(
-    out: jax.Array, lse: jax.Array, axis_name: AxisName
-) -> tuple[jax.Array, jax.Array]:
+def merge_shards(out: jax.Array, lse: jax.Array, axis_name: Names) -> tuple[jax.Array, jax.Array]:
     """Merges attention over disjoint sets of keys, one a device of `axis_name`.
 
     One exchange: every device gets all partial results, and adds them up in one order.
     """
-    # Where replication is checked, all devices' results count as one again.
-    checked = bool(vary.axes(lax.axis_index(axis_name)))
-    packed = jnp.concatenate([out, lse[..., None].astype(out.dtype)], axis=-1)
-    parts = lax.all_gather(packed, axis_name, to="invarying" if checked else "varying")
+    parts = gather(jnp.concatenate([out, lse[..., None].astype(out.dtype)], axis=-1), axis_name)
     return merge(parts[..., :-1], parts[..., -1])
 
 

@@ -27,7 +27,7 @@ def static(
     page_table: Struct | None,
     window: SupportsIndex | None,
     batch_invariant: bool | np.bool_,
-    axis_name: str | None,
+    axis_name: tuple[str, ...] | None,
     implementation: Implementation | None,
     config: TpaDecodeConfig | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_ops.core import card
-from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op, Shards
+from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import call, reshard_like
+from pallas_ops.core.shards import Names
 from pallas_ops.ops.tpa_decode import kernel, kernel_backward
 from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose_backward
 from pallas_ops.ops.tpa_decode.reference import (
@@ -97,11 +98,16 @@ def _forward_reference(
 def _backward_reference(
     aq: jax.Array, ak: jax.Array, av: jax.Array, bq: jax.Array | None, *others: Any, **static: Any
 ) -> tuple[jax.Array, ...]:
-    bk, bv, lengths, _, lse, dout, dlse = others
+    """Of these keys' part in an attention to more of them, whose out and lse are given."""
+    bk, bv, lengths, out, lse, dout, dlse = others
     del static["batch_invariant"]  # of results, not of gradients
     run = partial(attend, lengths=lengths, **static)
-    pullback = jax.vjp(run, aq, ak, av, bq, bk, bv)[1]
-    return tuple(g for g in pullback((dout.astype(lse.dtype), dlse)) if g is not None)
+    (own, own_lse), pullback = jax.vjp(run, aq, ak, av, bq, bk, bv)
+    weight = jnp.exp(own_lse - jnp.where(lse == -jnp.inf, 0, lse))
+    dout = dout.astype(lse.dtype)
+    dlse = dlse + ((own - out.astype(lse.dtype)) * dout).sum(axis=-1)
+    grads = pullback((weight[..., None] * dout, weight * dlse))
+    return tuple(g for g in grads if g is not None)
 
 
 def _backward_kernel(*operands: Any, **static: Any) -> tuple[jax.Array, ...]:
@@ -112,26 +118,31 @@ def _backward_kernel(*operands: Any, **static: Any) -> tuple[jax.Array, ...]:
     return kernel_backward.backward(*operands, **static, config=config)
 
 
-def _of_shard(bound: Bound, xs: Arrays, mesh_axes: tuple[str, ...]) -> tuple[Bound, Arrays]:
-    """The call on one shard's keys: lengths count from its first key, results have float32."""
-    size = bound.sizes(xs)
-    static: dict[str, Any] = dict(bound.static)
-    lengths = bound.fill(xs)[LENGTHS]
-    lengths = local_lengths(lengths, size["n"], size["m"], static["window"], mesh_axes)
+def _lengths_of_shard(mesh_axes: Names, operands: Any, window: int | None) -> Any:
+    """The operands with lengths that count from the shard's first key."""
+    aq, ak, lengths = operands[0], operands[1], operands[LENGTHS]
+    lengths = local_lengths(lengths, aq.shape[1], ak.shape[1], window, mesh_axes)
     if lengths is not None and not lengths.ndim:
-        lengths = jnp.broadcast_to(lengths, (size["b"],))
-    bound, xs = bound.with_operand(LENGTHS, lengths, xs)
-    if "out_dtype" in static:
-        static["out_dtype"] = "float32"
-    return dataclasses.replace(bound, static=tuple(static.items())), xs
+        lengths = jnp.broadcast_to(lengths, aq.shape[:1])
+    return *operands[:LENGTHS], lengths, *operands[LENGTHS + 1 :]
 
 
-def _of_shards(
-    bound: Bound, results: Arrays, mesh_axes: tuple[str, ...]
+def _forward_of_shard(
+    run: Any, mesh_axes: Names, *operands: Any, out_dtype: str, **static: Any
 ) -> tuple[jax.Array, jax.Array]:
-    static: dict[str, Any] = dict(bound.static)
-    out, lse = merge_shards(results[0], results[1], mesh_axes)
-    return out.astype(static["out_dtype"]), lse
+    """Partial results are float32, and merged."""
+    operands = _lengths_of_shard(mesh_axes, operands, static["window"])
+    out, lse = run(FORWARD, *operands, **static, out_dtype="float32")
+    out, lse = merge_shards(out, lse, mesh_axes)
+    return out.astype(out_dtype), lse
+
+
+def _backward_of_shard(
+    run: Any, mesh_axes: Names, *operands: Any, **static: Any
+) -> tuple[jax.Array, ...]:
+    operands = _lengths_of_shard(mesh_axes, operands, static["window"])
+    grads: tuple[jax.Array, ...] = run(backward_op(operands[3] is not None), *operands, **static)
+    return grads
 
 
 FORWARD = Op(
@@ -141,7 +152,7 @@ FORWARD = Op(
     operands=(*FACTORS, "b"),
     results=("b n h e", "b n h"),
     unsharded=UNSHARDED,
-    shards={"m": Shards(local=_of_shard, merge=_of_shards)},
+    shards=("m", _forward_of_shard),
 )
 
 
@@ -150,7 +161,7 @@ PAGED = dataclasses.replace(
     name="tpa_decode_paged",
     operands=(*(x.replace("b m", "p s") for x in FACTORS), "b", "b t"),
     unsharded=(*UNSHARDED, "p", "s", "t"),
-    shards={},
+    shards=None,
 )
 
 
@@ -169,7 +180,7 @@ def backward_op(has_bq: bool) -> Op:
         unsharded=UNSHARDED,
         summed=tuple(summed.values()),
         added_once=((10, "e"),),
-        shards={"m": Shards(local=_of_shard)},
+        shards=("m", _backward_of_shard),
     )
 
 

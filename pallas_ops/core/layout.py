@@ -1,0 +1,56 @@
+"""How the arrays of a call are split over the axes of a mesh."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_ops.core.dispatch import Bound
+
+Axes = tuple[str, ...]
+
+
+def named(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
+    """The sharding in names of mesh axes; an axis that parts of a mesh axis split has no entry."""
+    if sharding is None:
+        return None
+    size = mesh.size  # a shape that any number of shards divides
+    slices = sharding.devices_indices_map((size,) * ndim)
+    at = np.array([[s.start or 0 for s in slices[d]] for d in mesh.devices.flat]).reshape(
+        *mesh.devices.shape, ndim
+    )
+    return NamedSharding(mesh, PartitionSpec(*(_entry(at[..., i], mesh) for i in range(ndim))))
+
+
+def _entry(starts: np.ndarray, mesh: Mesh) -> Axes | None:
+    """The mesh axes that split an array axis, the major one first, from where shards start."""
+    split, expected = [], np.zeros_like(starts)
+    for i, (name, size) in enumerate(mesh.shape.items()):
+        last = int(starts.take(-1, axis=i).flat[0])
+        if last:
+            step = last // (size - 1)
+            split.append((step, name))
+            expected += step * np.indices(starts.shape)[i]
+    if not np.array_equal(starts, expected):
+        return None
+    return tuple(name for _, name in sorted(split, reverse=True))
+
+
+def spec(split: Mapping[str, Axes], axes: str) -> PartitionSpec:
+    return PartitionSpec(*(split.get(a) for a in axes.split()))
+
+
+def split_of(bound: Bound, shardings: Sequence[Any], ins: Sequence[str]) -> dict[str, Axes]:
+    """The mesh axes each array axis is split over; no mesh axis serves two of them."""
+    split: dict[str, Axes] = {}
+    used: set[str] = set()
+    for sharding, axes in zip(shardings, ins, strict=True):
+        entries = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+        for name, entry in zip(axes.split(), entries, strict=False):
+            mesh_axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            free = name not in split and name not in bound.op.unsharded
+            if mesh_axes and free and used.isdisjoint(mesh_axes):
+                split[name] = mesh_axes
+                used.update(mesh_axes)
+    return split

@@ -1,0 +1,92 @@
+"""One of two processes with four CPUs each: every op sharded over both, compared with one device.
+
+`python -m tests.processes PORT NUMBER`; `tests/test_processes.py` starts both.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_ops
+from tests import shards
+from tests.support import assert_close
+
+N = 40
+Call = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P, ...], P]
+SEQUENCE = P(None, "x")
+
+
+def _decode(*factors: Any, **kwargs: Any) -> Any:
+    return pallas_ops.tpa_decode(*factors, **kwargs)
+
+
+def _logcumsumexp(x: Any, state: Any, **kwargs: Any) -> Any:
+    return pallas_ops.logcumsumexp(x, axis=1, initial_state=state, **kwargs)
+
+
+CALLS: list[Call] = [
+    (_logcumsumexp, ((2, N, 3), (2, 1, 3)), (SEQUENCE, P()), SEQUENCE),
+    *(
+        (
+            partial(pallas_ops.chunk_cumsum_decay, chunk_size=size, shift="sequence"),
+            ((2, N, 3),),
+            (SEQUENCE,),
+            SEQUENCE,
+        )
+        for size in (5, 7, N)
+    ),
+    (
+        partial(pallas_ops.lrpe_cosine, act="softmax", axis=1),
+        ((2, N, 3, 4), (3, 4)),
+        (SEQUENCE, P()),
+        SEQUENCE,
+    ),
+    (
+        _decode,
+        ((2, 1, 3, 2), (2, N, 3), (2, N, 3), (2, 1, 2, 4), (2, N, 4), (2, N, 5)),
+        (P(), SEQUENCE, SEQUENCE, P(), SEQUENCE, SEQUENCE),
+        P(),
+    ),
+]
+
+
+def check(mesh: Mesh, call: Call) -> None:
+    """By jit and by name, results and gradients."""
+    fn, shapes, ins, outs = call
+    rng = np.random.default_rng(0)
+    xs = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    with jax.default_device(jax.local_devices()[0]):
+        do = rng.standard_normal(jax.eval_shape(fn, *xs).shape).astype(np.float32)
+        want = jax.tree.leaves(jax.jit(shards.with_pullback(fn, len(xs)))(*xs, do))
+        want = [np.asarray(y) for y in want]
+    placed = [
+        jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), x.__getitem__)
+        for x, spec in zip([*xs, do], [*ins, outs], strict=True)
+    ]
+    over = jax.shard_map(partial(fn, axis_name="x"), mesh=mesh, in_specs=ins, out_specs=outs)
+    for form in (fn, over):
+        got = jax.jit(shards.with_pullback(form, len(xs)))(*placed)
+        for x, y in zip(jax.tree.leaves(got), want, strict=True):
+            for shard in x.addressable_shards:
+                size = float(np.abs(y).max())
+                assert_close(shard.data, y[shard.index], terms=64, scale=size)
+
+
+def main(port: str, number: str) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
+    assert len(jax.devices()) == 8
+    mesh = Mesh(np.array(jax.devices()), "x")
+    for call in CALLS:
+        check(mesh, call)
+    sys.stdout.write("all agree\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

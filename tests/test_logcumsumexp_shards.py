@@ -1,0 +1,293 @@
+"""logcumsumexp with its axis sharded: one exchange of states a pass, exact as on one device."""
+
+import collections
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import pallas_ops
+from pallas_ops import LogcumsumexpConfig
+from pallas_ops.core.partition import call
+from pallas_ops.ops.logcumsumexp import passes
+from tests import h200, shards
+from tests.logcumsumexp import arguments, assert_exact, loop
+from tests.support import assert_close, case, kernel_implementation, random_array
+
+KERNEL = kernel_implementation()
+Rng = np.random.Generator
+NAMES = (P(None, "x"), P(), P(None, "x"), P())  # x, initial state and cotangents
+RESULTS = ((P(None, "x"), P()), (P(None, "x"), P()))
+
+
+def run(*xs: jax.Array, **kwargs: Any) -> Any:
+    """Output, final state, and the gradients of x and of the initial state."""
+
+    def fn(x: jax.Array, initial: jax.Array) -> Any:
+        return pallas_ops.logcumsumexp_with_state(x, axis=1, initial_state=initial, **kwargs)
+
+    return shards.with_pullback(fn, 2)(*xs)
+
+
+def by_name(mesh: Mesh, *, check_vma: bool = True, **kwargs: Any) -> Callable[..., Any]:
+    def fn(x: jax.Array, initial: jax.Array) -> Any:
+        return pallas_ops.logcumsumexp_with_state(
+            x, axis=1, initial_state=initial, axis_name=mesh.axis_names, **kwargs
+        )
+
+    names = P(None, mesh.axis_names)
+    over = jax.shard_map(
+        fn, mesh=mesh, in_specs=(names, P()), out_specs=(names, P()), check_vma=check_vma
+    )
+    return jax.jit(shards.with_pullback(over, 2))
+
+
+def flat_cotangents(fn: Any, *xs: Any) -> Any:
+    return fn(*xs[:2], xs[2:])
+
+
+def flat(results: Any) -> tuple[Any, ...]:
+    (out, final), (dx, dinitial) = results
+    return out, final, dx, dinitial
+
+
+RANGES: dict[str, Callable[[Rng, int], Any]] = {
+    "plain": lambda rng, n: rng.standard_normal((n, 3)),
+    "wide": lambda rng, n: 1e4 * rng.standard_normal((n, 3)),
+    "large": lambda rng, n: 1e4 + rng.standard_normal((n, 3)),
+    "falling": lambda rng, n: -np.sort(1e3 * rng.standard_normal((n, 3)), axis=0),
+    "empty": lambda rng, n: np.where(
+        (np.arange(n) < n * 5 // 8)[:, None], -np.inf, rng.standard_normal((n, 3))
+    ),
+    "gap": lambda rng, n: np.where(
+        (abs(np.arange(n) - n // 2) < n // 3)[:, None], -np.inf, rng.standard_normal((n, 3))
+    ),
+    "nothing": lambda rng, n: np.full((n, 3), -np.inf),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        case(count=1, length=5),
+        case(count=2, length=7),
+        case(count=3, length=5, reverse=True),
+        case(count=8, length=3),
+        case(count=8, length=1, reverse=True),
+        case(count=3, length=600, reverse=True),  # by jit, shards' states are saved
+        case(count=2, length=700),
+        case(count=3, length=40, implementation="interpret"),
+        case(count=8, length=7, implementation="interpret", reverse=True),
+        case(count=3, length=5, implementation="xla", reverse=True),
+    ],
+)
+def test_exact_for_every_range(rng: Rng, options: dict[str, Any]) -> None:
+    """By name and by jit, against float64."""
+    kwargs = {k: options[k] for k in ("implementation", "reverse") if k in options}
+    mesh, n = shards.line(options["count"]), options["count"] * options["length"]
+    named, plain = by_name(mesh, **kwargs), jax.jit(lambda *xs: run(*xs, **kwargs))
+    for name, make in RANGES.items():
+        _, initial, do, dfinal = arguments(rng, (1, n, 3), 1)
+        x = jnp.asarray(make(rng, n), jnp.float32)[None]
+        state = jnp.full_like(initial, -jnp.inf) if name in ("empty", "nothing") else initial
+        xs = x, state, do, dfinal
+        want = loop(*xs, axis=1, reverse=options.get("reverse", False))
+        assert_exact(flat(named(x, state, (do, dfinal))), want, do, 1)
+        placed = shards.placed(mesh, xs, NAMES)
+        assert_exact(flat(plain(*placed[:2], placed[2:])), want, do, 1)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_nan_and_inf_act_from_their_position_on(rng: Rng, value: float, reverse: bool) -> None:
+    """In results as in gradients, those of one device."""
+    mesh = shards.line(8)
+    x, initial, do, dfinal = arguments(rng, (2, 24, 3), 1)
+    one, named = jax.jit(lambda *xs: run(*xs, reverse=reverse)), by_name(mesh, reverse=reverse)
+    for at in (0, 13, 23):
+        y = x.at[0, at, 1].set(value)
+        want, got = (fn(y, initial, (do, dfinal)) for fn in (one, named))
+        assert_close(got, want, terms=24)
+        before = got[0][0][0, at + 1 :] if reverse else got[0][0][0, :at]
+        assert np.isfinite(before).all()
+
+
+@pytest.mark.parametrize("names", [("x", "y"), ("y", "x")])
+def test_several_mesh_axes_and_clip(rng: Rng, names: tuple[str, ...]) -> None:
+    """The first is the major one; clipped numbers have no gradient; any axis, bfloat16."""
+    mesh = Mesh(np.reshape(jax.devices("cpu"), (4, 2)), ("x", "y"))
+    spec = P(None, None, names)
+
+    def fn(x: jax.Array, initial: jax.Array, axis_name: Any = None) -> Any:
+        return pallas_ops.logcumsumexp_with_state(
+            x, initial_state=initial, clip=1.0, axis_name=axis_name
+        )
+
+    over = jax.shard_map(
+        partial(fn, axis_name=names),
+        mesh=mesh,
+        in_specs=(spec, P()),
+        out_specs=(spec, P()),
+    )
+    xs = arguments(rng, (2, 3, 32), 2, jnp.bfloat16)
+    want, got = (jax.jit(shards.with_pullback(f, 2))(*xs[:2], xs[2:]) for f in (fn, over))
+    assert_close(got, want, terms=32)
+
+
+def test_without_the_replication_check_gradients_are_the_same(rng: Rng) -> None:
+    xs = arguments(rng, (2, 24, 3), 1)
+    want, got = (
+        fn(*xs[:2], xs[2:]) for fn in (jax.jit(run), by_name(shards.line(8), check_vma=False))
+    )
+    assert_close(got, want, terms=24)
+
+
+def test_gradients_inside_shard_map(rng: Rng) -> None:
+    """The initial state's is that of the whole sequence, and the same on all shards."""
+    mesh, xs = shards.line(8), arguments(rng, (2, 24, 3), 1)
+    want = jax.jit(run)(*xs[:2], xs[2:])
+    inside = shards.mapped(partial(run, axis_name="x"), mesh, (*NAMES[:2], NAMES[2:]), RESULTS)
+    assert_close(inside(*xs[:2], xs[2:]), want, terms=24)
+
+
+def test_a_state_a_shard_enters_the_first(rng: Rng) -> None:
+    mesh, (x, initial, *_) = shards.line(8), arguments(rng, (2, 24, 3), 1)
+    fn = lambda x, s: pallas_ops.logcumsumexp(  # noqa: E731
+        x, axis=1, initial_state=s, axis_name="x"
+    )
+    others = random_array(rng, (2, 7, 3))
+    states = jnp.concatenate([initial, others], axis=1)
+    got = shards.mapped(fn, mesh, (P(None, "x"), P(None, "x")), P(None, "x"))
+    want = pallas_ops.logcumsumexp(x, axis=1, initial_state=initial)
+    assert_close(got(x, states), want, terms=24)
+    grad = jax.jit(jax.grad(lambda s: got(x, s).sum()))(states)
+    assert not grad[:, 1:].any()
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_second_derivatives_and_vmap(rng: Rng, implementation: Any) -> None:
+    mesh, x = shards.line(4), random_array(rng, (2, 12, 3))
+    weights = random_array(rng, (2, 12, 3))
+
+    def fn(x: jax.Array, axis_name: Any = None) -> jax.Array:
+        run: Any = lambda x: pallas_ops.logcumsumexp(  # noqa: E731
+            x, axis=0, axis_name=axis_name, implementation=implementation
+        )
+        out: jax.Array = jax.vmap(run)(x)
+        return out
+
+    def second(fn: Any) -> Any:
+        loss: Any = lambda x: (weights * jnp.sin(fn(x))).sum()  # noqa: E731
+        return jax.jit(jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum()))
+
+    over = jax.shard_map(
+        lambda x: fn(x, "x"), mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x")
+    )
+    assert_close(jax.jit(over)(x), fn(x), terms=12)
+    assert_close(second(over)(x), second(fn)(x), terms=64)
+    (placed,) = shards.placed(mesh, (x,), (P(None, "x"),))
+    assert_close(second(fn)(placed), second(fn)(x), terms=64)
+
+
+def test_explicit_types(rng: Rng) -> None:
+    """Results and gradients are split as x is."""
+    mesh, xs = shards.line(8, AxisType.Explicit), arguments(rng, (2, 24, 3), 1)
+    want = jax.jit(run)(*xs[:2], xs[2:])
+    with jax.set_mesh(mesh):
+        placed = shards.placed(mesh, xs, NAMES)
+        got = jax.jit(run)(*placed[:2], placed[2:])
+    assert got[0][0].sharding.spec[1] == got[1][0].sharding.spec[1] == "x"
+    assert_close(got, want, terms=24)
+
+
+def test_no_exchange_is_larger_than_the_states(rng: Rng) -> None:
+    """On eight CPUs, and compiled for eight H200s."""
+    b, n, c = 2, 1024, 3
+    xs = arguments(rng, (b, n, c), 1)
+    largest, args = 8 * 3 * b * c, (*xs[:2], xs[2:])
+    named = by_name(shards.line(8))
+    of_named = shards.exchanges(shards.compiled(named, *args)[1])
+    assert of_named.keys() == {"all-gather"}
+    assert len(of_named["all-gather"]) == 2
+    placed = shards.placed(shards.line(8), xs, NAMES)
+    of_plain = shards.exchanges(shards.compiled(run, *placed[:2], placed[2:])[1])
+    assert of_plain.keys() == {"all-gather"}
+    assert max(of_named["all-gather"] + of_plain["all-gather"]) <= largest
+
+    mesh = h200.h200_mesh(x=8)
+    for fn in (by_name(mesh), run):
+        program = h200.compile_for_h200(partial(flat_cotangents, fn), *xs, mesh=mesh, specs=NAMES)
+        found = shards.exchanges(program.hlo)
+        assert found.keys() == {"all-gather"}
+        assert max(found["all-gather"]) <= largest
+        assert program.collectives == {"all-gather": 2}
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_kernels_of_a_shard(rng: Rng, axis: int, reverse: bool) -> None:
+    """Emulated or on a GPU: the totals of both passes, and a scan that starts from a pair."""
+    ops = passes.ops(axis, 2 - axis)
+    pair = 1e4 + random_array(rng, (2, 40)), 1 + random_array(rng, (2, 40)) ** 2
+    for config in (
+        None,
+        LogcumsumexpConfig(block_n=16, block_c=2, block_exact=8, num_segments=2),
+    ):
+        static: Any = dict(axis=axis, reverse=reverse, clip=None, block_n=16, config=config)
+        for x in (random_array(rng, (2, 40, 40)), 1e4 * random_array(rng, (2, 40, 40))):
+            do, saved = random_array(rng, x.shape), ops.saving.reference(x, *pair, **static)[2:]
+            for op, operands in (
+                (ops.totals, (x,)),
+                (ops.forward, (x, *pair)),
+                (ops.backward_totals, (x, do, *saved)),
+            ):
+                got: Any = call(op, *operands, implementation=KERNEL, **static)
+                want: Any = op.reference(*operands, **static)
+                if op is ops.totals:  # pairs of other pivots
+                    got, want = (p + jnp.log(t) for p, t in (got, want))
+                assert_close(got, want, terms=64)
+
+
+def test_h200s_launch_every_kernel_once() -> None:
+    """By name and by jit: XLA sees that both passes need the same totals and states.
+
+    Since JAX 0.11 it may see different source locations where totals are launched.
+    """
+    x = jax.ShapeDtypeStruct((2, 65536, 64), jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((2, 1, 64), jnp.float32)
+    mesh = h200.h200_mesh(x=8)
+    for fn in (by_name(mesh), run):
+        program = h200.compile_for_h200(
+            partial(flat_cotangents, fn), x, state, x, state, mesh=mesh, specs=NAMES
+        )
+        launches = collections.Counter(re.findall(r'name = "(pallas_ops_\w+)"', program.hlo))
+        assert launches.pop("pallas_ops_segments") == 2
+        if fn is not run and jax.__version_info__ >= (0, 11):
+            launches["pallas_ops_logcumsumexp_totals"] = 1
+        names = ("logcumsumexp", "logcumsumexp_backward")
+        assert launches == {f"pallas_ops_{n}{k}": 1 for n in names for k in ("", "_totals")}
+        assert program.collectives == {"all-gather": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("z", ValueError, "axis_name is 'z'; accepted: None, or a mesh axis of the"),
+        (("x", "z"), ValueError, r"axis_name is \('x', 'z'\); accepted: None, or a mesh axis of"),
+        ((), TypeError, r"axis_name is \(\); accepted: None, a str or a tuple of them"),
+        (0, TypeError, "axis_name is 0; accepted: None, a str or a tuple of them"),
+    ],
+)
+def test_names_that_are_refused(name: Any, error: Any, message: str) -> None:
+    fn: Any = lambda x: pallas_ops.logcumsumexp(x, axis_name=name)  # noqa: E731
+    with pytest.raises(error, match=message):
+        fn(jnp.ones(8))
+    with pytest.raises(error, match=message):
+        shards.mapped(fn, shards.line(8), P("x"), P("x"))(jnp.ones(8))
