@@ -107,11 +107,13 @@ class Model(nnx.Module):
         vocabulary: int,
         width: int,
         layers: int,
+        heads: int = 4,
+        dim: int = 16,
         batch_invariant: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
-        shape = dict(heads=4, dim=16, q_rank=6, kv_rank=2)
+        shape = dict(heads=heads, dim=dim, q_rank=6, kv_rank=2)
         self.attention = nnx.List(
             Attention(width, **shape, batch_invariant=batch_invariant, rngs=rngs)
             for _ in range(layers)

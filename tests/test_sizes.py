@@ -23,6 +23,7 @@ from pallas_ops.ops.lrpe_cosine import tiles as lrpe
 from pallas_ops.ops.tpa_decode import config as tpa_config
 from pallas_ops.ops.tpa_decode import keys as tpa_keys
 from pallas_ops.ops.tpa_decode import tiles as tpa
+from pallas_ops.ops.tpa_decode.choose import choose, split_size
 from pallas_ops.scan.tile import Ranges, Tile
 from pallas_ops.scan.view import Sizes, View
 
@@ -163,7 +164,7 @@ def test_rotations(
 )
 def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> None:
     s = tpa_config.Sizes(b=1, n=n, m=m, h=h, r=16, d=64, e=64, rk=2, rv=2, dtype="bfloat16")
-    c = tpa_config.choose(s, H200)
+    c = choose(s, H200)
     plan = tpa.Plan(s, c, 1.0, 1.0)
     for i, split in programs((plan.row_blocks, c.num_splits), monkeypatch):
         first = 0
@@ -209,7 +210,7 @@ def test_decoding_of_pages(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         dtype="bfloat16",
         pool=count * size,
     )
-    c = tpa_config.choose(s, H200)
+    c = choose(s, H200)
     assert not s.has_pairs(c.block_h)
     plan = tpa.Plan(s, c, 1.0, 1.0, pages=(count, size))
     monkeypatch.setattr("pallas_ops.ops.tpa_decode.keys.plgpu.load", lambda x, **_: x)
@@ -230,7 +231,7 @@ def test_decoding_of_a_window(
 ) -> None:
     """Each block of its keys belongs to one split."""
     s = tpa_config.Sizes(b=1, n=1, m=m, h=32, r=16, d=64, e=64, rk=1, rv=1, dtype="bfloat16")
-    c = tpa_config.choose(s, H200, batch_invariant=batch_invariant)
+    c = choose(s, H200, batch_invariant=batch_invariant)
     plan = tpa.Plan(s, c, 1.0, 1.0, 3000, batch_invariant)
     (rows,) = tpa.Rows.of_program(plan, 0)
     for (split,) in programs((c.num_splits,), monkeypatch):
@@ -241,7 +242,7 @@ def test_decoding_of_a_window(
         blocks = end - begin
         want = tuple(begin + (split + i) * blocks // c.num_splits for i in (0, 1))
         if batch_invariant:
-            size = tpa_config.split_size(m) // c.block_m
+            size = split_size(m) // c.block_m
             want = max(begin, split * size), min(end, (split + 1) * size)
         assert got == want
 

@@ -11,7 +11,8 @@ import pytest
 import pallas_ops
 from pallas_ops import TpaDecodeConfig
 from pallas_ops.core.card import H200
-from pallas_ops.ops.tpa_decode.config import Sizes, choose_backward
+from pallas_ops.ops.tpa_decode.choose import choose_backward
+from pallas_ops.ops.tpa_decode.config import Sizes
 from tests.support import (
     EPS32,
     assert_as_good_as_reference,

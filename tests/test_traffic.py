@@ -17,6 +17,7 @@ import pallas_ops
 from pallas_ops.core.card import H200
 from pallas_ops.ops.chunk_cumsum_decay import config as chunk_cumsum_decay
 from pallas_ops.ops.logcumsumexp import config as logcumsumexp
+from pallas_ops.ops.tpa_decode import choose
 from pallas_ops.ops.tpa_decode import config as tpa_decode
 from pallas_ops.scan.view import Sizes
 from tests import emulate
@@ -168,7 +169,7 @@ def test_pages_beyond_the_length_are_not_read(rng: np.random.Generator, size: in
 def test_heads_come_from_many_banks_at_once(rng: np.random.Generator, h: int) -> None:
     """With the launch of 16 sequences of 16,384 tokens. As [entries, heads] it were 2.7 cycles."""
     sizes = tpa_decode.Sizes(b=16, n=1, m=16384, h=h, r=6, d=64, e=64, rk=2, rv=2, dtype="bfloat16")
-    config = dataclasses.replace(tpa_decode.choose(sizes, H200), num_splits=1)
+    config = dataclasses.replace(choose.choose(sizes, H200), num_splits=1)
     xs = factors(rng, BF16, b=1, m=4 * config.block_m, h=h, r=6, d=64, e=64, rk=2, rv=2)
     with emulate.traffic() as counts:
         pallas_ops.tpa_decode(*xs, implementation=KERNEL, config=config).block_until_ready()

@@ -1,12 +1,9 @@
-"""How big tpa_decode's blocks are."""
+"""How big tpa_decode's blocks may be: launch choices, sizes, and what they take."""
 
 import dataclasses
-from collections.abc import Callable
 
 from pallas_ops.core import checks
-from pallas_ops.core.backend import NoKernelError
-from pallas_ops.core.card import Card
-from pallas_ops.core.tiles import MOST_PARTS, power_of_two
+from pallas_ops.core.tiles import power_of_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,118 +166,3 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     keys, values = s.tile_rk * ((ranks or rows) + s.tile_d), s.tile_rv * s.tile_e
     products = max(scores, mixed * keys, mixed * values)
     return queries + c.block_m * (s.buffer_bytes(c, heads) + products + s.exchange_bytes(rows))
-
-
-def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeConfig:
-    """The forward launch: every SM one stream of keys, as many bytes in flight as fit.
-
-    Raises:
-      NoKernelError: where not even one block of 16 keys fits.
-    """
-    block_h = s.h if s.h <= (96 if s.has_few_features else 64) else 64
-    lanes = max(sum(head_tiles(block_h)), s.tile_r * s.has_bq)
-    block_n = 1
-    while block_n < s.n and 2 * block_n * lanes <= 64:
-        block_n *= 2
-    rows = (block_h, block_n), (block_h, 1), (min(s.h, 16), 1)
-    configs = (_choose_keys(s, *r, card, batch_invariant) for r in rows)
-    for c in configs:
-        if c is not None:
-            return c
-    raise NoKernelError(
-        f"tpa_decode has no kernel for {s.dtype} of R={s.r}, Rk={s.rk}, Rv={s.rv}, D={s.d}, "
-        f"E={s.e} on {card}; accepted: implementation=None or 'xla', which run jax.numpy"
-    )
-
-
-def _choose_keys(
-    s: Sizes, block_h: int, block_n: int, card: Card, batch_invariant: bool
-) -> TpaDecodeConfig | None:
-    rows = block_n * sum(head_tiles(block_h))
-    blocks = s.b * -(-s.h // block_h) * -(-s.n // block_n)
-
-    def keys_of_split(programs: int) -> tuple[int, int]:
-        """Splits for so many programs a multiprocessor, and the keys of each."""
-        if batch_invariant:
-            return -(-s.m // split_size(s.m)), split_size(s.m)
-        num_splits = max(1, min(programs * card.num_sms // blocks, -(-s.m // 32)))
-        return num_splits, -(-s.m // num_splits)
-
-    num_splits, keys = keys_of_split(1)
-    block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
-    num_stages = 4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3
-    entries, most_programs = 128, 1
-    if s.has_few_features and block_h > 32:
-        # 64 entries have 32 KiB. Heads that are copied eight at once take 128: of fewer entries
-        # they would lie in shared memory as [entries, heads] (see `Keys.load_a`).
-        entries, num_stages = (128, 2) if s.h % 8 == 0 else (64, 3)
-        block_m, most_programs = min(entries, power_of_two(keys)), 2
-    elif s.has_few_features and s.most_ranks == 1:
-        block_m, num_stages, most_programs = min(64, block_m), 3, 3 if block_h > 16 else 2
-    elif s.is_rounded:
-        num_stages, most_programs = 3, 2
-    num_warps = 4 if rows * s.tile_e <= 64 * 128 else 8
-    if s.is_rounded and s.tile_e // s.parts <= rows < 64:
-        # Of a tile with as many rows as columns each warp takes 16 rows.
-        num_warps, most_programs = rows // 16, 4
-    c = TpaDecodeConfig(
-        block_h=block_h,
-        block_n=block_n,
-        block_m=max(s.least_block_m, min(block_m, entries // s.most_ranks)),
-        num_splits=num_splits,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
-    taken = forward_bytes(s, c) * 5 // 6  # nearer than the bound
-    for programs in range(2, most_programs + 1):
-        splits, keys = keys_of_split(programs)
-        if keys >= 96 * c.num_warps * (programs - 1) and taken <= card.shared_memory // programs:
-            c = dataclasses.replace(c, num_splits=splits)
-    return fit(s, c, forward_bytes, card)
-
-
-def split_size(m: int) -> int:
-    """The keys of a split that knows nothing of the batch: a power of two."""
-    size = 512
-    while -(-m // size) > MOST_PARTS:
-        size *= 2
-    return size
-
-
-def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
-    """The backward launch; None where all rows of a batch element do not fit in one program."""
-    block_n = 1 << (s.n - 1).bit_length()
-    rows = block_n * tile(s.h)
-    if rows > 256:
-        return None
-    # More entries spill more.
-    entries = 64 if rows <= 32 else 32 if s.has_bq and not s.has_pairs(s.h) else 16
-    c = TpaDecodeConfig(
-        block_h=s.h,
-        block_n=block_n,
-        block_m=min(32, max(s.least_block_m, entries // s.most_ranks)),
-        num_warps=4 if rows <= 64 else 8,
-        num_stages=2 if s.dtype == "float32" else 3,
-    )
-    fitting = fit(s, c, backward_bytes, card)
-    if fitting is None:
-        return None
-    num_splits = max(1, min(2 * card.num_sms // s.b, -(-s.m // fitting.block_m)))
-    return dataclasses.replace(fitting, num_splits=num_splits)
-
-
-def fit(
-    s: Sizes,
-    c: TpaDecodeConfig,
-    bytes_of: Callable[[Sizes, TpaDecodeConfig], int],
-    card: Card,
-) -> TpaDecodeConfig | None:
-    """`c` with the largest block of keys, then the most stages, that fit in shared memory."""
-    while bytes_of(s, c) > card.shared_memory:
-        if c.block_m > s.least_block_m:
-            c = dataclasses.replace(c, block_m=c.block_m // 2)
-        elif c.num_stages > 1:
-            c = dataclasses.replace(c, num_stages=c.num_stages - 1)
-        else:
-            return None
-    return c

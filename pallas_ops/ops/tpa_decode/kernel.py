@@ -19,7 +19,8 @@ from pallas_ops.core.backend import NoKernelError, plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
-from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, choose, tile
+from pallas_ops.ops.tpa_decode.choose import choose
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, tile
 from pallas_ops.ops.tpa_decode.keys import (
     Keys,
     blocks_of_split,

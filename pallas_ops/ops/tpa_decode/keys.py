@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly, unstack
-from pallas_ops.ops.tpa_decode.config import split_size, tile
+from pallas_ops.ops.tpa_decode.choose import split_size
+from pallas_ops.ops.tpa_decode.config import tile
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, grouped, load
 from pallas_ops.ops.tpa_decode.words import widen
 

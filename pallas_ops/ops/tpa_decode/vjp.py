@@ -18,7 +18,8 @@ from pallas_ops.core.dispatch import Implementation, Op
 from pallas_ops.core.partition import call, reshard_like
 from pallas_ops.core.shards import Names
 from pallas_ops.ops.tpa_decode import kernel, kernel_backward
-from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, choose_backward
+from pallas_ops.ops.tpa_decode.choose import choose_backward
+from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
 from pallas_ops.ops.tpa_decode.reference import (
     attend,
     attend_naive,
