@@ -161,7 +161,7 @@ def test_parts_of_a_cache_without_lengths(rng: Rng) -> None:
 EXPLICIT = [(op, whole) for op in OPS for whole in (False, True) if op.unsharded or not whole]
 
 
-@pytest.mark.parametrize(("op", "whole"), EXPLICIT, ids=str)
+@pytest.mark.parametrize(("op", "whole"), EXPLICIT, ids=lambda x: getattr(x, "name", str(x)))
 def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bool) -> None:
     """In the midst of a program over a mesh of explicit axes, the default of `jax.make_mesh`."""
     mesh = cpu_mesh(AxisType.Explicit)
