@@ -156,7 +156,7 @@ EXCHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "forward", "both"), EXCHANGES, ids=str)
+@pytest.mark.parametrize(("options", "forward", "both"), EXCHANGES, ids=["none", "softmax"])
 def test_no_exchange_is_larger_than_the_sums(
     rng: Rng, options: dict[str, Any], forward: set[str], both: set[str]
 ) -> None:
