@@ -138,10 +138,17 @@ def test_float8_takes_a_card_that_has_it() -> None:
     aq, ak, av, bq, bk, bv = factors(2, 64, 32, 16, 64)
     xs = aq, ak, av, bq, *(array(*x.shape, dtype="float8_e4m3fn") for x in (bk, bv))
     with h200.instead("NVIDIA A100"):
-        with pytest.warns(UserWarning, match="no kernel for float8_e4m3fn on NVIDIA A100"):
+        with pytest.warns(UserWarning, match="no kernel for float8_e4m3fn of .* on NVIDIA A100"):
             h200.compile_for_h200(pallas_ops.tpa_decode, *xs)
         with pytest.raises(ValueError, match=f"no kernel for float8_e4m3fn .*{NONE}"):
             h200.lower_for_h200(partial(pallas_ops.tpa_decode, implementation="triton"), *xs)
+
+
+def test_odd_features_of_eight_bits_have_no_kernel() -> None:
+    aq, ak, av, bq, bk, bv = factors(2, 64, 32, 16, 63)
+    xs = aq, ak, av, bq, *(array(*x.shape, dtype="int8") for x in (bk, bv))
+    with pytest.warns(UserWarning, match="no kernel for int8 of D=63, E=63 on NVIDIA H200"):
+        h200.compile_for_h200(pallas_ops.tpa_decode, *xs)
 
 
 def test_what_no_card_fits_runs_as_jax_numpy() -> None:
