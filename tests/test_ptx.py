@@ -203,6 +203,11 @@ NAN, ONE, TWO, DENORMAL = (int(np.float32(x).view(np.int32)) for x in (np.nan, 1
         ("add.rn.f32 %r3, %r2, %r2;", [DENORMAL], [2 * DENORMAL]),
         ("cvt.s8.s32 %rs1, %r2; cvt.s32.s16 %r3, %rs1;", [0x180, 0x17F], [-128, 127]),
         ("sub.rn.bf16x2 %r3, %r2, 0x43004300;", [0x43014300], [0x3F800000]),
+        (
+            "mov.b32 {%rs1, %rs2}, %r2; cvt.rn.f16.bf16 %rs1, %rs2; cvt.u32.u16 %r3, %rs1;",
+            [ONE],
+            [0x3C00],
+        ),
         ("cvt.u16.u32 %rs1, %r2; cvt.rn.f16x2.e4m3x2 %r3, %rs1;", [0x7EB8], [0x5F00BC00]),
         ("rcp.approx.ftz.f32 %r3, %r2;", [ONE, DENORMAL], [ONE, 0x7F800000]),
         ("shfl.sync.up.b32 %r3, %r1, 1, 0, -1;", [0], [0, *range(31), 32, *range(32, 63)]),

@@ -18,7 +18,7 @@ def move(m: Machine, i: Instruction) -> None:
 
 @instruction(r"cvt\.[su](16|32|64)\.[su](8|16|32|64)")
 @instruction(r"cvt\.f32\.(bf16|f16)|cvt\.rn\.(bf16|f16)\.f32|cvt\.rn\.f(16|32)\.[su](16|32|64)")
-@instruction(r"cvt\.bf16\.f16")
+@instruction(r"cvt\.bf16\.f16|cvt\.rn\.f16\.bf16")
 def convert(m: Machine, i: Instruction) -> None:
     to, of = i.words[-2:]
     m.write(i.operands[0], m.read(i.operands[1], of).astype(TYPES[to]))

@@ -117,7 +117,9 @@ def _backward_kernel(
 
     def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         daq, dbq = carry
-        keys, stored = Keys(plan, i, limit, first_key), Keys(plan, i, s.m, masked=True)
+        # Blocks without keys that count are stored, too, as zeros; nothing is loaded for them.
+        keys = Keys(plan, i, limit, first_key, masked=True)
+        stored = Keys(plan, i, s.m, masked=True)
         bk = load(bk_ref, *keys.features(s.rk, s.d))
         inner = bk.T if bq is None else exact(bq, bk.T)
         ak, u = keys.load_a(rows, ak_ref, s.rk), exact(aq, inner)

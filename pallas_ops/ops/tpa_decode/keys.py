@@ -19,7 +19,8 @@ class Keys:
     """One step's keys, of which those from `first` to before `stop` count, or all do.
 
     An entry is one rank of one key. Tiles hold a power of two of ranks a key. In place of a key
-    that does not count, the nearest one that does is loaded, or none (`masked`, as for stores).
+    that does not count, the nearest one that does is loaded (there must be one), or none (`masked`,
+    as for stores).
     With a page table [pages], key m is at place m % size of page table[m // size].
     """
 
