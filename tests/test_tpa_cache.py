@@ -346,6 +346,16 @@ def test_pages_of_eight_bits(rng: Rng, dtype8: Any) -> None:
     assert_as_good_as_reference(*lse, floor=2.0**-16)
 
 
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_pages_out_of_range_are_the_nearest(rng: Rng, implementation: Any) -> None:
+    xs, *_ = paged(rng, jnp.float32, TABLES[0])
+    last = len(xs[1]) - 1
+    run = both(implementation, lengths=70)
+    table = jnp.array([[-1, 0, last + 1, 2, -(2**31)], [1, 2**31 - 1, -last, 3, last]])
+    got, want = (run(*xs, page_table=x) for x in (table, jnp.clip(table, 0, last)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_pages_of_a_row_do_not_depend_on_the_batch(rng: Rng) -> None:
     xs, _, given = paged(rng, jnp.bfloat16, TABLES[1])
     run = partial(both, KERNEL, batch_invariant=True)

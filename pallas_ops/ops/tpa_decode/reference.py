@@ -107,12 +107,15 @@ def _between(first: jax.Array | None, stop: jax.Array, m: int) -> jax.Array:
 def from_pages(table: jax.Array, *factors: jax.Array) -> tuple[jax.Array, ...]:
     """Pools [P, page size, ...] as each row's [B, M, ...]; a page out of range is the nearest."""
     b, pages = table.shape
+    table = jnp.maximum(table, 0)  # negative indices would count from the end
 
     def of_rows(x: jax.Array) -> jax.Array:
         sharding, pool = jax.typeof(table).sharding, jax.typeof(x).sharding
         spec = PartitionSpec(sharding.spec[0], None, None, *pool.spec[2:])
         to = NamedSharding(pool.mesh, spec) if is_explicit(x) else None
-        return x.at[table].get(mode="clip", out_sharding=to)
+        # The gradients of a page that many rows share add up in float32.
+        full = x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
+        return full.at[table].get(mode="clip", out_sharding=to).astype(x.dtype)
 
     rows = map(of_rows, factors)
     return tuple(x.reshape(b, pages * x.shape[2], *x.shape[3:]) for x in rows)

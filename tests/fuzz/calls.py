@@ -6,13 +6,16 @@ Signatures are random, but there are few, for compiling takes longest; each call
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 Rng = np.random.Generator
 Values = dict[str, Any]
+Float64 = npt.NDArray[np.float64]
 
 SIZES = (1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 100, 127, 129, 257)
 TRANSFORMS = (  # the outermost first
@@ -40,7 +43,9 @@ class Operand(NamedTuple):
 
     @property
     def is_floating(self) -> bool:
-        return bool(jnp.issubdtype(self.dtype, jnp.floating))
+        """In more than eight bits, which have no gradient."""
+        dtype = jnp.dtype(self.dtype)
+        return dtype.itemsize > 1 and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,42 @@ class Call(NamedTuple):
     kind: str
     specials: tuple[float, ...]
     seed: int
+
+
+class Near(NamedTuple):
+    """What a result should be, and the size of the numbers that it is a sum of."""
+
+    want: Float64
+    scale: Any
+
+
+Form = tuple[str, dict[str, Operand], dict[str, Any]]  # name, arrays, static arguments
+Truths = tuple[list[Near], list[Near]]
+# Results and gradients of one signature without a transform, for some operands and cotangents.
+Truth = Callable[[Signature, Values, tuple[Float64, ...]], Truths]
+
+
+class FuzzedOp(NamedTuple):
+    """How calls of an op are made, and what they are compared with."""
+
+    form: Callable[[Rng], Form]  # where None stands for an argument that is not given
+    truth: Truth
+    terms: int
+    kinds: tuple[str, ...]
+    refused: Callable[[Form], Iterator[dict[str, Any]]]  # changes that make a call invalid
+    config: Any
+    launches: dict[str, tuple[Any, ...]]  # of which a config is made
+
+
+FLOATS = ("normal", "zeros", "tiny", "wide")
+EVERYTHING = (*FLOATS, "extreme", "rising", "falling", "stairs")
+MODEST = ("normal", "zeros", "small", "large")
+
+
+def split(arguments: dict[str, Any]) -> tuple[dict[str, Operand], dict[str, Any]]:
+    """The arrays and the others."""
+    operands = {k: v for k, v in arguments.items() if isinstance(v, Operand)}
+    return operands, {k: v for k, v in arguments.items() if k not in operands}
 
 
 def pick(rng: Rng, *options: Any) -> Any:

@@ -1,30 +1,16 @@
-"""Programs of random calls (`tests/fuzz.py`), and their results compared with the truth."""
+"""Programs of random calls (`tests/fuzz/calls.py`), and their results compared with the truth."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
 import pallas_ops
-from tests.fuzz import Call, Rng, Signature, Values
+from tests.fuzz.calls import Call, Float64, Near, Rng, Signature, Truth, Values
 from tests.support import EPS32, TOLERANCES, assert_close, in_float64, random_cotangents, to_float64
-
-Float64 = npt.NDArray[np.float64]
-
-
-class Near(NamedTuple):
-    """What a result should be, and the size of the numbers that it is a sum of."""
-
-    want: Float64
-    scale: Any
-
-
-# Results and gradients of one signature without a transform, for some operands and cotangents.
-Truth = Callable[[Signature, Values, tuple[Float64, ...]], tuple[list[Near], list[Near]]]
 
 
 def forward(s: Signature, static: Mapping[str, Any]) -> Callable[..., tuple[jax.Array, ...]]:
