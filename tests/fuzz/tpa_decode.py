@@ -1,6 +1,7 @@
 """Random calls of tpa_decode."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,7 +76,7 @@ def _form(rng: Rng) -> Form:
 def _tokens(x: Any, table: Any) -> Any:
     """Pages [P, size, ..] as the rows have them: [B, M, ..]."""
     rows = x[np.clip(table.astype(object), 0, len(x) - 1).astype(int)]
-    return rows.reshape(len(table), -1, *x.shape[2:])
+    return rows.reshape(len(rows), math.prod(rows.shape[1:3]), *x.shape[2:])
 
 
 def _truth(s: Signature, values: Values, weights: tuple[Float64, ...]) -> Truths:
