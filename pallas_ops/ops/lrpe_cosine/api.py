@@ -98,8 +98,9 @@ def md_lrpe_cosine(
     The first E features turn by the first index, the next E by the second, and so on. Prefix
     tokens (a class token, say) get angle 0: concat(act(x), 0).
 
+    What is not listed here (x, act, axis, layout, implementation, config) is as for `lrpe_cosine`.
+
     Args:
-      x, act, axis, layout, implementation, config: as for `lrpe_cosine`.
       theta: [H, E] or [1, E] with K * E >= D; for K = 1 also what `lrpe_cosine` takes.
       shape: the grid's, such as (height, width); None only with `positions`.
       num_prefix_tokens: how many tokens precede the grid's.
