@@ -45,7 +45,7 @@ def _meaning(opcode: str) -> tuple[Run, bool]:
     for pattern, run, guarded in _KNOWN:
         if pattern.fullmatch(opcode):
             return run, guarded
-    raise MachineError(f"no such instruction here: {opcode}")
+    raise MachineError("no such instruction here")
 
 
 @dataclasses.dataclass
@@ -143,10 +143,13 @@ class Machine:
         return [here.part(np.flatnonzero(goers), target)]
 
     def _step(self, i: Instruction) -> None:
-        run, guarded = _meaning(i.opcode)
-        if self.guard is not None and not guarded:
-            raise MachineError(f"no such instruction here for some threads alone: {i.opcode}")
-        run(self, i)
+        try:
+            run, guarded = _meaning(i.opcode)
+            if self.guard is not None and not guarded:
+                raise MachineError("no such instruction here for some threads alone")
+            run(self, i)
+        except MachineError as error:
+            raise MachineError(f"{error}: instruction {self.group.at}, {i}") from None
 
     @property
     def here(self) -> tuple[Array, int]:

@@ -20,6 +20,10 @@ class Instruction:
     def type(self) -> str:
         return self.words[-1]
 
+    def __str__(self) -> str:
+        guard = "" if self.guard is None else f"@{'!' * self.unless}{self.guard} "
+        return f"{guard}{self.opcode} {', '.join(self.operands)};"
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
