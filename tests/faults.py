@@ -1,0 +1,104 @@
+"""Plants one fault after the other in a copy of the package: the quick tests have to notice each.
+
+`python -m tests.faults [NAME ...]` takes a minute or so a fault, and says which test noticed it.
+"""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parents[1]
+OPTIONS = "-q -x -m quick -n auto --maxprocesses 8 -p no:cacheprovider".split()
+
+
+class Fault(NamedTuple):
+    """Text of a file of the package, and what stands there instead."""
+
+    file: str
+    right: str
+    wrong: str
+
+
+FAULTS = {
+    "the last tile reads past the axis": Fault(
+        "scan/tile.py", "size = jnp.minimum(size, s.n - before)", "size = size"
+    ),
+    "a segment starts from the totals up to its own": Fault(
+        "scan/segments.py", "else number < own", "else number <= own"
+    ),
+    "many segments: the scan of totals goes one way": Fault(
+        "scan/segments.py", "axis=1, reverse=reverse)", "axis=1)"
+    ),
+    "one pivot for tiles of any range": Fault(
+        "ops/logcumsumexp/exact.py", "FAINT_BITS = 16 ", "FAINT_BITS = 200 "
+    ),
+    "a chunk begins one too late": Fault(
+        "ops/chunk_cumsum_decay/tiles.py", "edges[own] + (slot", "edges[own] + 1 + (slot"
+    ),
+    "the derivative of silu": Fault(
+        "ops/lrpe_cosine/activation.py", "(1 + x * (1 - s))", "(1 + x * s)"
+    ),
+    "keys that do not count are loaded as they are": Fault(
+        "ops/tpa_decode/keys.py", "exists & (rank < ranks)", "exists"
+    ),
+    "a window of one key more": Fault(
+        "ops/tpa_decode/keys.py", ">= last - window)", ">= last - window - 1)"
+    ),
+    "pages out of range are followed": Fault(
+        "ops/tpa_decode/keys.py",
+        "return jnp.clip(page, 0, number - 1) * size + lax.rem(key, size)",
+        "return page * size + lax.rem(key, size)",
+    ),
+    "splits are merged without their weights": Fault(
+        "ops/tpa_decode/merge.py", "(out * weight[:, None])", "out"
+    ),
+    "the sign of eight bits": Fault(
+        "ops/tpa_decode/words.py", "mov.b32 minus, 0xBF80BF80;", "mov.b32 minus, 0x3F803F80;"
+    ),
+    "gradients of keys are rounded on the way": Fault(
+        "ops/tpa_decode/kernel_backward.py",
+        "partial(dot, pieces=plan.pieces)",
+        "partial(dot, pieces=1)",
+    ),
+    "vmapped operands fold into the wrong axis": Fault(
+        "core/dispatch.py", "o.reshape(size, -1,", "o.reshape(-1, size,"
+    ),
+    "shards are met in the same order in reverse": Fault(
+        "core/shards.py", "count - 1 - number if reverse else number", "number"
+    ),
+    "tensor cores read what is overwritten": Fault(
+        "ops/tpa_decode/kernel.py", "accs = [acc + 0.0 for acc in accs]", "pass"
+    ),
+}
+
+
+def noticed(fault: Fault) -> str:
+    """The test that failed, or "" if none did."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder, "copy")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results", "site"))
+        path = copy / "pallas_ops" / fault.file
+        text = path.read_text()
+        assert text.count(fault.right) == 1, fault
+        path.write_text(text.replace(fault.right, fault.wrong))
+        run = [sys.executable, "-m", "pytest", *OPTIONS]
+        result = subprocess.run(run, cwd=copy, capture_output=True, text=True, check=False)
+        failed = [x for x in result.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
+        assert result.returncode == bool(failed), result.stdout[-2000:]
+        return failed[0] if failed else ""
+
+
+def main(names: list[str]) -> int:
+    missed = 0
+    for name in names or FAULTS:
+        test = noticed(FAULTS[name])
+        missed += not test
+        print(f"{name}: {test or 'NOT NOTICED'}", flush=True)
+    return min(missed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
