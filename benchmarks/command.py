@@ -51,7 +51,7 @@ def _main(benchmark: Benchmark, _: Sequence[str]) -> int:
         if _SWEEP.value:
             return _swept(benchmark, plans, progress)
         works = [work for one in plans for work in plan.everything(benchmark, one)]
-        (result,), _ = runner.run(works, folder, progress)
+        result = runner.run(works, folder, progress)[0][0]
     print(report.markdown(result))
     if folder:
         publish.write(folder)

@@ -107,8 +107,8 @@ def jax_own(*, where: str, **_: Any) -> Function:
 
 
 def scan(x: jax.Array, *, axis: int) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return lax.associative_scan(jnp.logaddexp, wide, axis=axis).astype(x.dtype)
+    o: jax.Array = lax.associative_scan(jnp.logaddexp, x.astype(jnp.float32), axis=axis)
+    return o.astype(x.dtype)
 
 
 def in_torch(_: Any, *, where: str, **__: Any) -> Function:

@@ -21,7 +21,7 @@ PACKAGES = {"torch": "torch", "fla": "flash-linear-attention", "xopes": "xopes"}
 
 
 def installed(*modules: str) -> bool:
-    return all(importlib.util.find_spec(module) for module in modules)
+    return all(m in sys.modules or importlib.util.find_spec(m) for m in modules)
 
 
 def versions() -> dict[str, str]:

@@ -70,7 +70,7 @@ def op(path: pathlib.Path, report: Report, mode: str) -> None:
     down = -(-len(lines) // across)
     heights = [2.15 * down + 0.2, 0.85 + 0.23 * len(tables)]
     figure = Figure(figsize=(11, sum(heights) + 1.0), layout="constrained")
-    title, top, bottom = figure.subfigures(3, 1, height_ratios=[1.0, *heights])
+    title, top, bottom = _stacked(figure, [1.0, *heights])
     _title(title, f"{report.op}, {'forward' if mode == 'fwd' else 'backward'}", report, styles)
     if lines:
         panels = top.subplots(down, across, sharey=True, squeeze=False).flat
@@ -107,10 +107,16 @@ def _styles(tables: Sequence[Table]) -> Styles:
     return dict(sorted(found.items(), key=lambda item: -item[1]["zorder"]))
 
 
+def _stacked(figure: Figure, heights: Sequence[float]) -> Any:
+    figure.get_layout_engine().set(w_pad=0.1)  # type: ignore[union-attr,call-arg]
+    return figure.subfigures(len(heights), 1, height_ratios=heights)
+
+
 def _title(place: Any, title: str, report: Report, styles: Styles) -> None:
     card, jax = report.environment["card"], report.environment["jax"]
     place.text(0.01, 0.93, title, fontsize=15, fontweight="bold", color=INK, va="top")
-    about = f"{card}  ·  JAX {jax}  ·  {', '.join(report.dates)}  ·  1 is the speed of a copy of the same bytes"
+    best = "1 is the speed of a copy of the same bytes"
+    about = "  ·  ".join([card, f"JAX {jax}", ", ".join(report.dates), best])
     place.text(0.01, 0.58, about, fontsize=9.5, color=GREY, va="top")
     handles = [Line2D([], [], label=name, **style) for name, style in styles.items()]
     options: dict[str, Any] = dict(frameon=False, fontsize=9.5, handlelength=2.4, columnspacing=1.4)
@@ -177,7 +183,7 @@ def headline(path: pathlib.Path, reports: Sequence[Report]) -> None:
         if any(t.mode == mode for t in r.tables)
     ]
     figure = Figure(figsize=(11, 1.75 + 0.42 * len(shown)), layout="constrained")
-    title, body = figure.subfigures(2, 1, height_ratios=[1.0, 0.75 + 0.42 * len(shown)])
+    title, body = _stacked(figure, [1.0, 0.75 + 0.42 * len(shown)])
     axes, styles = body.subplots(), {}
     for y, (report, mode) in enumerate(reversed(shown)):
         tables = [table for table in report.tables if table.mode == mode]
@@ -218,7 +224,8 @@ def headline(path: pathlib.Path, reports: Sequence[Report]) -> None:
     axes.set_xlim(0, max(1.05, axes.get_xlim()[1]))
     axes.axvline(1, color=GREY, linewidth=1, linestyle=":")
     axes.set_xlabel(
-        "copy's time / time: the median over an op's tables, each at its largest size; bar: from the least table to the greatest",
+        "copy's time / time: median over an op's tables, each at its largest size "
+        "(bar: the least and the greatest)",
         fontsize=9,
         color=INK,
     )

@@ -65,7 +65,7 @@ def markdown(report: Report, figures: Iterable[str] = ()) -> str:
 
 
 def _grid(table: Table, metric: Metric) -> str:
-    """The table itself, aligned so that it can be read as plain text too; rows that have numbers."""
+    """The table itself, readable as plain text too; of the rows that have numbers."""
     ours, names = table.default, _measured(table)
     rows = [r for r in table.rows if any(_shown(r.cells.get(n), metric) for n in names)]
     floor = [metric.floor, f"{metric.floor} / {ours}"] if metric.floor else []

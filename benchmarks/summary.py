@@ -26,7 +26,8 @@ def markdown(reports: Sequence[Report], others: Sequence[pathlib.Path]) -> str:
         _about(reports),
         "![Fraction of a copy](summary.png)",
         "Each op at the largest size of each table: the time of a copy of the same bytes over the "
-        "op's. 1 is the speed of a copy. `jit` is the jitted `jax.numpy` reference.",
+        "op's. 1 is the speed of a copy. `jit` is the jitted `jax.numpy` reference. The figure has "
+        "each function's median over the tables that it has numbers in.",
         aligned(list(_headlines(reports)), texts=4),
         f"Pages with every table: {', '.join(f'[{r.op}]({r.op}.md)' for r in reports)}. Every "
         "number in one file: [numbers.csv](numbers.csv).",

@@ -36,6 +36,10 @@ class Model:
     most: int = 2**19  # tokens of all sequences
 
     @property
+    def is_served(self) -> bool:
+        return bool(self.page_size or self.features)
+
+    @property
     def title(self) -> str:
         rank = "full" if self.rank is None else f"rank{self.rank}"
         ranks = "" if self.ranks is None else f"-ranks{self.ranks}"
@@ -59,10 +63,6 @@ MODELS = {
 }
 BATCHES = sorted({batch for x in MODELS.values() for batch in x.batches})
 SIZES = sorted({m for x in MODELS.values() for m in x.sizes})
-
-
-def served(*, model: str, **_: Any) -> bool:
-    return MODELS[model].page_size is not None or MODELS[model].features is not None
 
 
 def has(*, model: str, batch: int, m: int) -> bool:
@@ -139,15 +139,7 @@ def function(name: str, call: Function, note: str, **options: Any) -> Provider:
 
 
 def plain(
-    aq: Any,
-    ak: Any,
-    av: Any,
-    bq: Any,
-    bk: Any,
-    bv: Any,
-    *,
-    lengths: Any = None,
-    page_table: Any = None,
+    aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any, *, page_table: Any = None, **lengths: Any
 ) -> jax.Array:
     """Without the kernel's pages and eight bits: they are gathered and widened first."""
     bk, bv = bk.astype(ak.dtype), bv.astype(av.dtype)
@@ -155,7 +147,7 @@ def plain(
         ak, av, bk, bv = (
             x[page_table].reshape(len(page_table), -1, *x.shape[2:]) for x in (ak, av, bk, bv)
         )
-    return tpa_decode(aq, ak, av, bq, bk, bv, lengths=lengths, implementation=implementation())
+    return tpa_decode(aq, ak, av, bq, bk, bv, **lengths, implementation=implementation())
 
 
 def einsum(aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any, **pages: Any) -> jax.Array:
@@ -232,7 +224,7 @@ BENCHMARK = Benchmark(
             plain,
             "pages gathered, eight bits widened, then the default",
             kernel=True,
-            has=served,
+            has=lambda *, model, **_: MODELS[model].is_served,
         ),
         function("jnp", reference.tpa_decode, "the reference, eager", **EAGER),
         function("jit", reference.tpa_decode, "the reference, jitted"),

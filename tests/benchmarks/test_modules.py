@@ -19,6 +19,7 @@ from benchmarks import (
     tpa_decode,
 )
 from benchmarks.cases import Benchmark
+from benchmarks.plan import Plan
 
 SMALLEST: dict[str, dict[str, Sequence[Any]]] = {
     "tpa_decode": {"model": ("t6-kv-22",), "batch": (3,), "m": (80,)},
@@ -128,7 +129,7 @@ def test_chunk_cumsum_decay_has_the_tables_of_its_seeds() -> None:
 @every_benchmark
 def test_columns_agree(benchmark: Benchmark) -> None:
     """In the mode that runs the most of each: a gradient takes the forward pass as well."""
-    plan = suite.Plan(
+    plan = Plan(
         mode=benchmark.modes[-1],
         dtypes=["bf16"],
         grid=SMALLEST[benchmark.op],
