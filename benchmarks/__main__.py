@@ -1,7 +1,8 @@
 """Every table of every op in one run: speed, memory, seconds to compile, forward and backward.
 
-`python -m benchmarks` takes about 25 minutes beside an H200, and goes on where it was stopped;
-`--quick` takes 3: few sizes, no memory, nobody else's functions. Without a GPU small shapes run.
+`python -m benchmarks` takes at most about 25 minutes beside an H200, and goes on where it was
+stopped: delete the folder's JSON to measure anew. `--quick` takes 3: few sizes, no memory, nobody
+else's functions. Without a GPU small shapes run.
 """
 
 import pathlib
@@ -70,7 +71,8 @@ def main(_: Sequence[str]) -> int:
     gpu = timing.on_gpu() or _DRY_RUN.value
     quick = command.QUICK.value or not gpu
     todo = works(quick=quick, gpu=gpu, every_size=_EVERY_SIZE.value)
-    print(estimate(todo))
+    if gpu:
+        print(estimate(todo))
     if _DRY_RUN.value:
         return 0
     folder = pathlib.Path(command.OUT.value) if command.OUT.value else None
@@ -86,7 +88,7 @@ def main(_: Sequence[str]) -> int:
         print(f"Not measured, time was up: {work}: {', '.join(p.name for p in work.providers)}")
     if folder:
         publish.write(folder)
-        print(f"{folder} has the results; the same command measures what is missing.")
+        print(f"{folder} has the results. The same command measures what is missing, if anything.")
     else:
         print("\n".join(map(report.markdown, reports)))
     return int(any(result.failed() for result in reports))

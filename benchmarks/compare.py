@@ -36,9 +36,9 @@ class Change:
 
     def __str__(self) -> str:
         title, point, column = self.key
-        figures = f" {self.ratio:.3f} times the old time, noise {self.noise:.3f}"
-        detail = figures if self.what in ("slower", "faster") else f" {self.reason}".rstrip()
-        return f"{self.what:>12}: {title.format(metric='speed')} {point} {column}:{detail}"
+        detail = self.reason or f"{self.ratio:.3f} times the old time, noise {self.noise:.3f}"
+        shown = f": {detail}" if self.what in (*BAD, "faster") else ""
+        return f"{self.what:>12}: {title.format(metric='speed')} {point} {column}{shown}"
 
 
 def changes(
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     found = list(
         changes(old, new, threshold=_THRESHOLD.value, least=_LEAST.value, every_column=_ALL.value)
     )
-    for change in sorted(found, key=lambda change: (change.what, -change.ratio)):
+    for change in sorted(found, key=lambda change: (change.what not in BAD, -change.ratio)):
         print(change)
     count = sum(change.what in BAD for change in found)
     points = len(_points(old, _ALL.value))

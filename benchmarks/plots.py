@@ -8,7 +8,6 @@ import io
 import itertools
 import pathlib
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from benchmarks.records import Cell, Column, Report, Row, Table, merged
+from benchmarks.records import Cell, Column, Report, Row, Table
 
 INK, GREY, FAINT = "#343a40", "#868e96", "#e9ecef"
 DEFAULT, VARIANT = "#0072b2", "#56b4e9"
@@ -35,7 +34,6 @@ OTHERS = {  # colour and marker
     "naive jit": ("#adb5bd", "D"),
 }
 PANELS = 4  # beside each other
-HEADLINE = ("jit", "torch", "torch_compile", "fla", "xopes", "lax", "scan")
 
 
 def of_copy(row: Row, cell: Cell) -> float | None:
@@ -52,7 +50,7 @@ def of_least(row: Row, cell: Cell) -> float | None:
 
 def short_names(tables: Sequence[Table]) -> list[str]:
     """Without the words that all tables share."""
-    words = [re.split(r"-(?!\d)", table.name) for table in tables]
+    words = [re.split(r"-(?!\d+(?:-|$))", table.name) for table in tables]
     shared = set.intersection(*map(set, words)) if len(words) > 1 else set()
     return [
         " ".join(w for w in each if w not in shared) or table.name
@@ -64,30 +62,30 @@ def op(path: pathlib.Path, report: Report, mode: str) -> None:
     """Tables of three sizes or more as lines; of every table the largest size as dots."""
     tables = [table for table in report.tables if table.mode == mode]
     names = dict(zip((table.title for table in tables), short_names(tables), strict=True))
-    styles = _styles(tables)
+    drawn = styles(tables)
     lines = [table for table in tables if len(table.rows) > 2]
     across = min(PANELS, max(2, len(lines)))
     down = -(-len(lines) // across)
     heights = [2.15 * down + 0.2, 0.85 + 0.23 * len(tables)]
     figure = Figure(figsize=(11, sum(heights) + 1.0), layout="constrained")
-    title, top, bottom = _stacked(figure, [1.0, *heights])
-    _title(title, f"{report.op}, {'forward' if mode == 'fwd' else 'backward'}", report, styles)
+    head, top, bottom = stacked(figure, [1.0, *heights])
+    title(head, f"{report.op}, {'forward' if mode == 'fwd' else 'backward'}", report, drawn)
     if lines:
         panels = top.subplots(down, across, sharey=True, squeeze=False).flat
         for axes, table in itertools.zip_longest(panels, lines):
-            _lines(axes, table, names, styles) if table else axes.set_visible(False)
+            _lines(axes, table, names, drawn) if table else axes.set_visible(False)
         top.supylabel("copy's time / time", fontsize=9, color=INK)
         top.supxlabel(lines[0].x, fontsize=9, color=INK)
     left, right = bottom.subplots(1, 2, sharey=True)
-    _dots(left, tables, names, styles, of_copy, "copy's time / time, at the largest size")
-    _dots(right, tables, names, styles, of_least, "inputs and results / peak memory, likewise")
+    _dots(left, tables, names, drawn, of_copy, "copy's time / time at the largest size")
+    _dots(right, tables, names, drawn, of_least, "bytes of inputs and results / peak memory")
     save(figure, path)
 
 
 Styles = Mapping[str, dict[str, Any]]
 
 
-def _styles(tables: Sequence[Table]) -> Styles:
+def styles(tables: Sequence[Table]) -> Styles:
     """How each column is drawn, the default first."""
     markers = itertools.cycle("s^vP<>")
     columns: dict[str, Column] = {c.name: c for table in tables for c in table.columns}
@@ -107,26 +105,27 @@ def _styles(tables: Sequence[Table]) -> Styles:
     return dict(sorted(found.items(), key=lambda item: -item[1]["zorder"]))
 
 
-def _stacked(figure: Figure, heights: Sequence[float]) -> Any:
+def stacked(figure: Figure, heights: Sequence[float]) -> Any:
     figure.get_layout_engine().set(w_pad=0.1)  # type: ignore[union-attr,call-arg]
     return figure.subfigures(len(heights), 1, height_ratios=heights)
 
 
-def _title(place: Any, title: str, report: Report, styles: Styles) -> None:
+def title(place: Any, text: str, report: Report, drawn: Styles) -> None:
     card, jax = report.environment["card"], report.environment["jax"]
-    place.text(0.01, 0.93, title, fontsize=15, fontweight="bold", color=INK, va="top")
+    place.text(0.01, 0.93, text, fontsize=15, fontweight="bold", color=INK, va="top")
     best = "1 is the speed of a copy of the same bytes"
     about = "  ·  ".join([card, f"JAX {jax}", ", ".join(report.dates), best])
     place.text(0.01, 0.58, about, fontsize=9.5, color=GREY, va="top")
-    handles = [Line2D([], [], label=name, **style) for name, style in styles.items()]
+    handles = [Line2D([], [], label=name, **style) for name, style in drawn.items()]
     options: dict[str, Any] = dict(frameon=False, fontsize=9.5, handlelength=2.4, columnspacing=1.4)
-    place.legend(handles=handles, loc="lower left", ncols=len(handles), borderaxespad=0, **options)
+    beside = len(handles) if len(handles) < 11 else -(-len(handles) // 2)
+    place.legend(handles=handles, loc="lower left", ncols=beside, borderaxespad=0, **options)
 
 
-def _lines(axes: Axes, table: Table, names: Mapping[str, str], styles: Styles) -> None:
+def _lines(axes: Axes, table: Table, names: Mapping[str, str], drawn: Styles) -> None:
     rows = sorted(table.rows, key=lambda row: row.point[table.x])
     xs = [row.point[table.x] for row in rows]
-    for name, style in styles.items():
+    for name, style in drawn.items():
         found = [
             (x, of_copy(r, r.cells[name])) for x, r in zip(xs, rows, strict=True) if name in r.cells
         ]
@@ -140,20 +139,20 @@ def _lines(axes: Axes, table: Table, names: Mapping[str, str], styles: Styles) -
     axes.minorticks_off()
     axes.set_ylim(0, max(1.1, axes.get_ylim()[1]))
     axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
-    _plain(axes, "y")
+    plain(axes, "y")
 
 
 def _dots(
     axes: Axes,
     tables: Sequence[Table],
     names: Mapping[str, str],
-    styles: Styles,
+    drawn: Styles,
     value: Any,
     label: str,
 ) -> None:
     for y, table in enumerate(reversed(tables)):
         row = max(table.rows, key=lambda row: row.point[table.x])
-        for name, style in styles.items():
+        for name, style in drawn.items():
             x = value(row, row.cells[name]) if name in row.cells else None
             if x:
                 axes.plot(
@@ -164,78 +163,10 @@ def _dots(
     axes.set_xlim(0, max(1.05, axes.get_xlim()[1]))
     axes.axvline(1, color=GREY, linewidth=1, linestyle=":")
     axes.set_xlabel(label, fontsize=9, color=INK)
-    _plain(axes, "both")
+    plain(axes, "both")
 
 
-def largest(table: Table, name: str) -> float | None:
-    """Of a copy, at the largest size that has a number."""
-    rows = sorted(table.rows, key=lambda row: row.point[table.x], reverse=True)
-    found = (of_copy(row, row.cells[name]) for row in rows if name in row.cells)
-    return next((x for x in found if x), None)
-
-
-def headline(path: pathlib.Path, reports: Sequence[Report]) -> None:
-    """The default of each op and direction, from its least table to its greatest, and others."""
-    shown = [
-        (r, mode)
-        for r in reports
-        for mode in ("fwd", "bwd")
-        if any(t.mode == mode for t in r.tables)
-    ]
-    figure = Figure(figsize=(11, 1.75 + 0.42 * len(shown)), layout="constrained")
-    title, body = _stacked(figure, [1.0, 0.75 + 0.42 * len(shown)])
-    axes, styles = body.subplots(), {}
-    for y, (report, mode) in enumerate(reversed(shown)):
-        tables = [table for table in report.tables if table.mode == mode]
-        for name, style in _styles(tables).items():
-            values = [x for table in tables if (x := largest(table, name))]
-            is_default = style["color"] == DEFAULT
-            if not values or not (is_default or name in HEADLINE):
-                continue
-            styles["pallas" if is_default else name] = style
-            middle = statistics.median(values)
-            if is_default:
-                axes.plot(
-                    [min(values), max(values)],
-                    [y, y],
-                    color=DEFAULT,
-                    linewidth=5,
-                    alpha=0.25,
-                    solid_capstyle="round",
-                )
-                axes.annotate(
-                    f"{middle:.2f}",
-                    (middle, y),
-                    (0, 8),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=9.5,
-                    fontweight="bold",
-                    color=DEFAULT,
-                )
-            axes.plot(
-                [middle], [y], **{**style, "linestyle": "", "markersize": style["markersize"] * 1.7}
-            )
-    labels = [
-        f"{r.op}, {'forward' if mode == 'fwd' else 'backward'}" for r, mode in reversed(shown)
-    ]
-    axes.set_yticks(range(len(shown)), labels)
-    axes.set_ylim(-0.5, len(shown) - 0.3)
-    axes.set_xlim(0, max(1.05, axes.get_xlim()[1]))
-    axes.axvline(1, color=GREY, linewidth=1, linestyle=":")
-    axes.set_xlabel(
-        "copy's time / time: median over an op's tables, each at its largest size "
-        "(bar: the least and the greatest)",
-        fontsize=9,
-        color=INK,
-    )
-    _plain(axes, "x")
-    axes.tick_params(axis="y", labelsize=10.5)
-    _title(title, "How close to the speed of a copy", merged(reports), styles)
-    save(figure, path)
-
-
-def _plain(axes: Axes, grid: Any) -> None:
+def plain(axes: Axes, grid: Any) -> None:
     axes.tick_params(colors=INK, length=0, labelsize=8.5)
     axes.grid(axis=grid, color=FAINT, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from absl import app
 
-from benchmarks import plots, records, report, suite, summary
+from benchmarks import headline, plots, records, report, suite, summary
 
 
 def folder(*, quick: bool = False) -> pathlib.Path:
@@ -21,12 +21,11 @@ def write(folder: pathlib.Path) -> None:
     reports = list(records.load(folder).values())
     for one in reports:
         figures = []
-        for mode in ("fwd", "bwd"):
-            if any(table.mode == mode for table in one.tables):
-                figures.append(f"{one.op}-{mode}.png")
-                plots.op(folder / figures[-1], one, mode)
+        for mode in one.modes:
+            figures.append(f"{one.op}-{mode}.png")
+            plots.op(folder / figures[-1], one, mode)
         (folder / f"{one.op}.md").write_text(report.markdown(one, figures))
-    plots.headline(folder / "summary.png", reports)
+    headline.draw(folder / "summary.png", reports)
     (folder / "numbers.csv").write_text(report.csv_text(reports))
     text = summary.markdown(reports, sorted(folder.glob("*.json")))
     (folder / "README.md").write_text(text)

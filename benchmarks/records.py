@@ -88,6 +88,10 @@ class Report:
         """A table that a run went on with on another day has two."""
         return sorted({date for table in self.tables for date in table.date.split(", ")})
 
+    @property
+    def modes(self) -> list[str]:
+        return [mode for mode in ("fwd", "bwd") if any(x.mode == mode for x in self.tables)]
+
     def cells(self) -> Iterator[tuple[Table, Row, Column, Cell]]:
         for table in self.tables:
             for row in table.rows:

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from benchmarks.headline import DIRECTIONS
 from benchmarks.plots import of_copy
 from benchmarks.records import Cell, Report, Row, Table
 from benchmarks.report import aligned, calls, digits
@@ -17,7 +18,6 @@ PEERS = {
     "scan": "jax.lax.associative_scan",
     "xopes": "xopes' Triton kernels",
 }
-DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
 def markdown(reports: Sequence[Report], others: Sequence[pathlib.Path]) -> str:
@@ -44,7 +44,7 @@ def _about(reports: Sequence[Report]) -> str:
         name: sorted({str(r.environment.get(name, "")) for r in reports})
         for name in ("card", "driver", "jax")
     }
-    lines = [f"- {name}: {', '.join(values)}" for name, values in facts.items()]
+    lines = [f"- {name}: {', '.join(values)}" for name, values in facts.items() if any(values)]
     dates = sorted({date for report in reports for date in report.dates})
     one_run = len(dates) == 1 and all(len(values) == 1 for values in facts.values())
     count = calls(*(table for report in reports for table in report.tables))
@@ -53,7 +53,9 @@ def _about(reports: Sequence[Report]) -> str:
         if one_run
         else f"- **not one run**: measured on {', '.join(dates)}; each table says when"
     )
-    lines.append(f"- kernel times by CUPTI, cold cache, medians of {count} calls")
+    by_cupti = any(cell.kernel_ms for report in reports for *_, cell in report.cells())
+    clock = "kernel times by CUPTI, cold cache" if by_cupti else "wall-clock times"
+    lines.append(f"- {clock}, medians of {count} calls")
     measured = {
         name: [r.op for r in reports if any(c.name == name for *_, c, _ in r.cells())]
         for name in PEERS
@@ -83,7 +85,7 @@ def _headlines(reports: Sequence[Report]) -> Iterator[list[str]]:
                 DIRECTIONS[table.mode],
                 table.name,
                 f"{table.x} = {row.point[table.x]}",
-                f"{ours:.2f}" if ours else "-1",
+                f"{ours:.2f}" if ours else "",
                 f"{jit:.2f}" if jit else "",
                 f"{best[0]:.2f} ({best[1]})" if best else "",
             ]
