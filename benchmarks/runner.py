@@ -1,10 +1,11 @@
 """Does the work of a plan: saves each row as it comes, shows one bar, stops when time is up."""
 
+import dataclasses
 import functools
 import pathlib
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from absl import app
 from rich.console import Console
@@ -38,6 +39,7 @@ def run(
     reports = {
         op: _opened(op, folder, resume) for op in dict.fromkeys(w.benchmark.op for w in works)
     }
+    compiled: dict[str, Collection[str]] = {}
     on_gpu = timing.on_gpu()
     peaks = [w for w in works if on_gpu and w.peaks and "memory" in w.plan.metrics]
     steps = sum(len(work.providers) for work in (*works, *peaks))
@@ -46,9 +48,9 @@ def run(
     def do(work: Work, *, times: bool, memory: bool) -> None:
         report = reports[work.benchmark.op]
         if times:
-            suite.measure(work, report, advance)
+            compiled[str(work)] = suite.measure(work, report, advance)
         if memory and work in peaks:
-            suite.add_peaks(work, report, advance)
+            suite.add_peaks(work, report, advance, compiled[str(work)])
         if folder:
             records.save(report, folder)
 
@@ -86,4 +88,4 @@ def _opened(op: str, folder: pathlib.Path | None, resume: bool) -> Report:
                 f"{path} has results of {name} {was}, and this is {name} {now}: a run is of one. "
                 "Delete that file, or name another folder with --out."
             )
-    return old
+    return dataclasses.replace(old, environment=new.environment)

@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,8 +22,13 @@ from benchmarks.plan import Plan, Work, everything
 Advance = Callable[[str], None]
 
 
-def measure(work: Work, report: records.Report, advance: Advance = lambda _: None) -> None:
-    """Adds to the report what it lacks of a row's times; what goes wrong stops nothing else."""
+def measure(
+    work: Work, report: records.Report, advance: Advance = lambda _: None
+) -> Collection[str]:
+    """Adds to the report the columns that a row lacks, and names them.
+
+    What goes wrong stops nothing else.
+    """
     plan, today = work.plan, f"{datetime.now(UTC):%Y-%m-%d}"
     table = next((table for table in report.tables if table.title == work.title), None)
     if table is None:
@@ -38,6 +43,8 @@ def measure(work: Work, report: records.Report, advance: Advance = lambda _: Non
             calls=plan.calls,
         )
         report.tables.append(table)
+    known = {column.name for column in table.columns}
+    table.columns += [p.column() for p in plan.providers if p.name not in known]
     row = table.row(work.point)
     todo = [p for p in work.providers if row is None or p.name not in row.cells]
     for _ in range(len(work.providers) - len(todo)):
@@ -45,6 +52,7 @@ def measure(work: Work, report: records.Report, advance: Advance = lambda _: Non
     if todo:
         table.date += "" if today in table.date else f", {today}"
         _fill_row(work, table, row, todo, advance)
+    return {provider.name for provider in todo}
 
 
 def run(benchmark: Benchmark, plan: Plan, advance: Advance = lambda _: None) -> records.Report:
@@ -133,8 +141,13 @@ def _reason(error: Exception) -> str:
     return text if refusal else f"{type(error).__name__}: {text}"
 
 
-def add_peaks(work: Work, report: records.Report, advance: Advance) -> None:
-    """Runs what came out right once more, each column in a pool of its own."""
+def add_peaks(
+    work: Work, report: records.Report, advance: Advance, compiled: Collection[str]
+) -> None:
+    """Runs what came out right once more, each column in a pool of its own.
+
+    Twice, if it was not `compiled` by this process, since compilers take memory as well.
+    """
     table = next(table for table in report.tables if table.title == work.title)
     row = table.row(work.point)
     table.metrics += ["memory"] * ("memory" not in table.metrics)
@@ -142,9 +155,11 @@ def add_peaks(work: Work, report: records.Report, advance: Advance) -> None:
         advance(f"{work} {provider.name}: memory")
         cell = row.cells.get(provider.name) if row else None
         if cell and not (cell.reason or cell.memory_reason or cell.memory_mib):
-            memory.new_pool()
             try:
-                cell.memory_mib = _peak(work.case, provider, work.point, table.mode)
+                for _ in range(1 if provider.name in compiled else 2):
+                    memory.new_pool()
+                    peak = _peak(work.case, provider, work.point, table.mode)
+                cell.memory_mib = peak
             except Exception as error:
                 cell.memory_reason = _reason(error)
 

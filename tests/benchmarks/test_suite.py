@@ -88,3 +88,19 @@ def test_peaks_come_last_each_from_a_pool_of_its_own(
     assert first["wrong"].memory_mib is None
     assert Report.from_json(saved.read_text()) == found
     assert "toy-memory-fwd-k2-f32:" in report.markdown(found)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_another_process_compiled_is_compiled_before_its_peak_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools: list[int] = []
+    peaks = iter((99.0, 1.0))
+    monkeypatch.setattr(memory, "new_pool", lambda: pools.append(1))
+    monkeypatch.setattr(memory, "peak", lambda: next(peaks))
+    some = [p for p in TOY.providers if p.name == "jit"]
+    (work,) = everything(TOY, toy_plan(grid={"k": (1,), "n": (8,)}, providers=some))
+    found = suite.run(TOY, work.plan)
+    suite.add_peaks(work, found, lambda _: None, compiled=())
+    assert len(pools) == 2
+    assert found.tables[0].rows[0].cells["jit"].memory_mib == 1
