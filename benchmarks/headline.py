@@ -23,7 +23,7 @@ def draw(path: pathlib.Path, reports: Sequence[Report]) -> None:
     axes: Axes = body.subplots()
     drawn: dict[str, dict[str, Any]] = {}
     for y, (report, mode) in enumerate(lines):
-        drawn |= _line(axes, y, [table for table in report.tables if table.mode == mode])
+        drawn |= _line(axes, y, report.of_mode(mode).tables)
     axes.set_yticks(range(len(lines)), [f"{r.op}, {DIRECTIONS[mode]}" for r, mode in lines])
     axes.set_ylim(-0.5, len(lines) - 0.3)
     axes.set_xlim(0, max(1.05, axes.get_xlim()[1]))

@@ -60,7 +60,8 @@ def short_names(tables: Sequence[Table]) -> list[str]:
 
 def op(path: pathlib.Path, report: Report, mode: str) -> None:
     """Tables of three sizes or more as lines; of every table the largest size as dots."""
-    tables = [table for table in report.tables if table.mode == mode]
+    report = report.of_mode(mode)
+    tables = report.tables
     names = dict(zip((table.title for table in tables), short_names(tables), strict=True))
     drawn = styles(tables)
     lines = [table for table in tables if len(table.rows) > 2]

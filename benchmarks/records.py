@@ -92,6 +92,9 @@ class Report:
     def modes(self) -> list[str]:
         return [mode for mode in ("fwd", "bwd") if any(x.mode == mode for x in self.tables)]
 
+    def of_mode(self, mode: str) -> "Report":
+        return dataclasses.replace(self, tables=[x for x in self.tables if x.mode == mode])
+
     def cells(self) -> Iterator[tuple[Table, Row, Column, Cell]]:
         for table in self.tables:
             for row in table.rows:

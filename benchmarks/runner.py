@@ -45,28 +45,33 @@ def run(
     steps = sum(len(work.providers) for work in (*works, *peaks))
     advance = functools.partial(_advance, progress, progress.add_task("", total=steps))
 
-    def do(work: Work, *, times: bool, memory: bool) -> None:
-        report = reports[work.benchmark.op]
-        if times:
-            compiled[str(work)] = suite.measure(work, report, advance)
-        if memory and work in peaks:
-            suite.add_peaks(work, report, advance, compiled[str(work)])
+    def save(work: Work) -> None:
         if folder:
-            records.save(report, folder)
+            records.save(reports[work.benchmark.op], folder)
+
+    def add_times(work: Work) -> None:
+        compiled[str(work)] = suite.measure(work, reports[work.benchmark.op], advance)
+        save(work)
+
+    def add_peaks(work: Work) -> None:
+        if work in peaks:
+            suite.add_peaks(work, reports[work.benchmark.op], advance, compiled[str(work)])
+            save(work)
 
     with tempfile.TemporaryDirectory() as cache:
         if peaks:
             memory.keep_compilations(cache)
         main = [work for work in works if not work.optional]
         for work in main:
-            do(work, times=True, memory=False)
+            add_times(work)
         for work in main:
-            do(work, times=False, memory=True)
+            add_peaks(work)
         optional = sorted((work for work in works if work.optional), key=lambda work: work.bytes)
         for i, work in enumerate(optional):
             if time.monotonic() > deadline:
                 return list(reports.values()), optional[i:]
-            do(work, times=True, memory=True)
+            add_times(work)
+            add_peaks(work)
     return list(reports.values()), []
 
 

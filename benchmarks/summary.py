@@ -107,14 +107,19 @@ def losses(reports: Sequence[Report]) -> list[Loss]:
     for report in reports:
         for table, row, column, cell in report.cells():
             default = row.cells.get(table.default)
-            ours, theirs = (_time(default) if default else None), _time(cell)
-            if column.name != table.default and ours and theirs and theirs < ours:
+            if column.name == table.default or not default:
+                continue
+            ours, theirs = _times(default, cell)
+            if ours and theirs and theirs < ours:
                 found.append(Loss(ours / theirs, report, table, row, column.name))
     return sorted(found, key=lambda loss: -loss.times)
 
 
-def _time(cell: Cell) -> float | None:
-    return cell.kernel_ms or cell.wall_ms
+def _times(one: Cell, other: Cell) -> tuple[float | None, float | None]:
+    """By the same clock."""
+    if one.kernel_ms or other.kernel_ms:
+        return one.kernel_ms, other.kernel_ms
+    return one.wall_ms, other.wall_ms
 
 
 def _lost(reports: Sequence[Report]) -> str:
@@ -128,7 +133,7 @@ def _lost(reports: Sequence[Report]) -> str:
     ]
     for times, report, table, row, name in found:
         column = next(column for column in table.columns if column.name == name)
-        ours, theirs = _time(row.cells[table.default]), _time(row.cells[name])
+        ours, theirs = _times(row.cells[table.default], row.cells[name])
         size = f"{table.x} = {row.point[table.x]}"
         place = [report.op, DIRECTIONS[table.mode], table.name, size]
         whose = f"{name} (ours)" if column.kernel else name
