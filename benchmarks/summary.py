@@ -33,6 +33,7 @@ def markdown(reports: Sequence[Report], others: Sequence[pathlib.Path]) -> str:
         "number in one file: [numbers.csv](numbers.csv).",
         "## Where we lose",
         _lost(reports),
+        *_failed(reports),
         *_other_files(others),
     ]
     return "\n\n".join(parts) + "\n"
@@ -144,6 +145,17 @@ def _lost(reports: Sequence[Report]) -> str:
         "that compute less, are listed with the others; the pages say what each is."
     )
     return f"{text}\n\n{aligned(lines, texts=4)}"
+
+
+def _failed(reports: Sequence[Report]) -> list[str]:
+    """Where the default has no number."""
+    lines = [
+        f"- {report.op}, {DIRECTIONS[table.mode]}, {table.name}, {row.point[table.x]}: {cell.reason}"
+        for report in reports
+        for table, row, column, cell in report.cells()
+        if column.name == table.default and cell.reason
+    ]
+    return ["The default failed:", "\n".join(lines)] if lines else []
 
 
 def _other_files(paths: Sequence[pathlib.Path]) -> list[str]:

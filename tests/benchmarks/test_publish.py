@@ -97,6 +97,10 @@ def test_where_we_lose_is_every_row_where_something_is_faster() -> None:
     text = summary.markdown(reports, [])
     assert "In 3 of 6 rows something is faster" in text
     assert "other (ours)" in text
+    lost.rows[0].cells["pallas"] = Cell(reason="wrong: error 1")
+    text = summary.markdown(reports, [])
+    assert "In 2 of 6 rows something is faster" in text
+    assert "The default failed:\n\n- toy, backward, k2, 256: wrong: error 1" in text
 
 
 def test_names_of_tables_are_what_they_do_not_share() -> None:
