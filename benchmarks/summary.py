@@ -150,7 +150,8 @@ def _lost(reports: Sequence[Report]) -> str:
 def _failed(reports: Sequence[Report]) -> list[str]:
     """Where the default has no number."""
     lines = [
-        f"- {report.op}, {DIRECTIONS[table.mode]}, {table.name}, {row.point[table.x]}: {cell.reason}"
+        f"- {report.op}, {DIRECTIONS[table.mode]}, {table.name}, {row.point[table.x]}: "
+        f"{cell.reason}"
         for report in reports
         for table, row, column, cell in report.cells()
         if column.name == table.default and cell.reason
