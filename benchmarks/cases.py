@@ -16,6 +16,7 @@ Function = Callable[..., Any]
 Point = dict[str, Any]
 Data = Callable[[jax.Array], jax.Array]
 Grid = Mapping[str, Sequence[int | str]]  # the values of each axis
+Sizes = Literal["all", "few", "largest", "none"]  # few: the least and the largest
 
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 TOLERANCE = {"bf16": 2.0**-7, "f16": 2.0**-10, "f32": 1e-4}
@@ -43,6 +44,10 @@ class Provider(records.Column):
 
     make: Callable[..., Function]  # of a point of the grid
     tolerance: float = 1.0  # times that of the dtype; `note` says why
+    sizes: Sizes = "all"  # how many of a table's sizes the run of all ops takes
+    modes: Sequence[str] = ("fwd", "bwd")
+    needs: Sequence[str] = ()  # modules that must be installed
+    has: Callable[..., bool] = lambda **_: True  # whether it computes a point of the grid
 
     def column(self) -> records.Column:
         names = [field.name for field in dataclasses.fields(records.Column)]
@@ -63,7 +68,12 @@ class Benchmark:
     modes: Sequence[str] = ("fwd",)
     dtypes: Sequence[str] = ("bf16",)
     has: Callable[..., bool] = lambda **_: True  # whether a point of the grid is a case
+    sizes: Callable[..., Sizes] = lambda **_: "all"  # those of a mode and point in a run of all ops
+    point_s: float = 0.8  # seconds that a jitted point takes beside an H200, most of it to compile
     proposals: Callable[..., Sequence[Provider]] = lambda **_: ()  # launches that --sweep tries
+
+
+EAGER: dict[str, Any] = dict(jit=False, sizes="largest")  # what makes a column slow
 
 
 def implementation() -> Literal["triton", "interpret"]:

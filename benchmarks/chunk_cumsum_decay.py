@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from benchmarks import command, peers, sweep
-from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
+from benchmarks.cases import EAGER, Benchmark, Case, Function, Provider, Sizes, implementation
 from pallas_ops import ChunkCumsumDecayConfig, chunk_cumsum_decay, reference
 
 HEADS, SEQUENCES = 16, 61
@@ -23,6 +23,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     for b in (4, 16)
     for d in (1, 128)
 }
+SEEDS = tuple(CASES)
 CASES |= {
     "b16-d128-forward-f32": (16, 128, dict(**FORWARD, dtype="float32")),
     "b16-d128-reverse-f32": (16, 128, dict(**REVERSE, dtype="float32")),
@@ -118,26 +119,42 @@ def fla_cumsum(
     return out.reshape(x.shape)
 
 
-def peer(name: str, call: Callable[..., Any], note: str, *, compiled: bool = False) -> Provider:
+def with_options(call: Callable[..., Any]) -> Callable[..., Function]:
     def make(torch: Any, *, where: str, **_: Any) -> Function:
         options = dict(CASES[where][2])
         if options.pop("packed", False) and call is torch_cumsum:
             raise NotImplementedError("it knows no packed sequences")
+        return partial(call, torch, **options)
 
-        def function(*tensors: Any) -> Any:
-            return call(torch, *tensors, **options)
-
-        return torch.compile(function) if compiled else function
-
-    return peers.provider(name, make, note)
+    return make
 
 
-PEERS = [
-    peer("torch", torch_cumsum, "PyTorch: pad, float32, reshape, flip, cumsum"),
-    peer("torch_compile", torch_cumsum, "the same, torch.compile", compiled=True),
-]
-if peers.installed("torch", "fla"):
-    PEERS += [peer("fla", fla_cumsum, "chunk_local_cumsum; a shift is made for it by torch.cat")]
+def of_xopes(module: Any, *, where: str, **_: Any) -> Function:
+    options = dict(CASES[where][2])
+    if options.pop("shift", None) == "sequence" and not options["reverse"]:
+        raise NotImplementedError("it shifts sums in reverse alone")
+    if {"packed", "dtype"} & options.keys():
+        raise NotImplementedError("neither packed sequences nor a dtype of results")
+    return partial(module.chunk_cumsum_decay_triton, **options)
+
+
+PEERS = (
+    *peers.pair(with_options(torch_cumsum), "pad, float32, reshape, flip, cumsum"),
+    peers.provider(
+        "fla",
+        with_options(fla_cumsum),
+        "chunk_local_cumsum; a shift is made for it by torch.cat",
+        "fla",
+    ),
+    peers.xopes("cumsum.chunk_cumsum_decay", of_xopes, "chunk_cumsum_decay_triton"),
+)
+
+
+def sizes(*, mode: str, where: str, **_: Any) -> Sizes:
+    """Tables of the seeds whole; backward, which is the same kernel reversed, two of them."""
+    if mode == "bwd":
+        return "few" if where in ("b4-d1-forward", "b16-d128-forward") else "none"
+    return "all" if where in SEEDS else "few"
 
 
 def proposals(*, where: str, **_: Any) -> list[Provider]:
@@ -161,14 +178,15 @@ BENCHMARK = Benchmark(
     case=case,
     providers=(
         provider("pallas", kernel, "the default: chosen by shape", kernel=True),
-        provider("jnp", reference.chunk_cumsum_decay, "the reference, eager", jit=False),
+        provider("jnp", reference.chunk_cumsum_decay, "the reference, eager", **EAGER),
         provider("jit", reference.chunk_cumsum_decay, "the reference, jitted"),
-        *(PEERS if peers.installed("torch") else ()),
+        *PEERS,
     ),
     x="n",
     grid={"where": tuple(CASES), "n": [2**k for k in range(10, 16)]},
     quick={"where": ("b4-d1-forward", "b16-d128-forward", "b16-d128-reverse"), "n": (1024, 32768)},
     small={"where": ("b4-d1-forward", "b4-d1-reverse"), "n": (64, 200)},
+    sizes=sizes,
     proposals=proposals,
 )
 

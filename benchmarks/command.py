@@ -7,25 +7,28 @@ import tempfile
 from collections.abc import Collection, Sequence
 
 from absl import app, flags
-from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from benchmarks import cases, memory, report, suite, sweep, timing
+from benchmarks import cases, memory, plan, publish, records, report, runner, sweep, timing
 from benchmarks.cases import Benchmark
-from benchmarks.records import Report
+from benchmarks.plan import Plan
 
 _MODES = flags.DEFINE_list("mode", None, "fwd and/or bwd; by default what the module names")
 _DTYPES = flags.DEFINE_list("dtypes", None, f"some of {', '.join(cases.DTYPES)}")
 _PROVIDERS = flags.DEFINE_list("providers", None, "some of the table's columns")
 _METRICS = flags.DEFINE_list("metrics", ["speed", "memory"], "speed and/or memory")
-_QUICK = flags.DEFINE_bool("quick", False, "few sizes, few repetitions")
+QUICK = flags.DEFINE_bool("quick", False, "few sizes, few repetitions")
 _SWEEP = flags.DEFINE_bool("sweep", False, "time the module's proposals of launches instead")
 _CALLS = flags.DEFINE_integer("calls", None, "calls to take the median of", lower_bound=1)
 _JOBS = flags.DEFINE_integer("jobs", 4, "programs that --sweep compiles at a time", lower_bound=1)
-_OUT = flags.DEFINE_string(
+OUT = flags.DEFINE_string(
     "out",
     None,
-    "folder for JSON, tables and plots; whole tables have one: benchmarks/results/<card>/",
+    "folder for JSON, pages and figures; whole tables have one: benchmarks/results/<card>/",
+)
+NO_GPU = (
+    "No NVIDIA GPU: small shapes, wall-clock only, kernels interpreted and not timed; with "
+    "one, and jax[cuda12], the same command measures everything."
 )
 
 
@@ -43,78 +46,49 @@ def _main(benchmark: Benchmark, _: Sequence[str]) -> int:
     plans = [_plan(benchmark, mode) for mode in _MODES.value or benchmark.modes]
     folder = _folder(benchmark)
     if not timing.on_gpu():
-        print(
-            "No NVIDIA GPU: small shapes, wall-clock only, kernels interpreted and not timed; with "
-            "one, and jax[cuda12], the same command measures everything."
-        )
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+        print(NO_GPU)
+    with runner.progress_bar() as progress:
         if _SWEEP.value:
             return _swept(benchmark, plans, progress)
-        reports = _measured(benchmark, plans, folder, progress)
-    for result in reports:
-        print(report.markdown(result))
-    return int(any(result.failed() for result in reports))
+        works = [work for one in plans for work in plan.everything(benchmark, one)]
+        result = runner.run(works, folder, progress)[0][0]
+    print(report.markdown(result))
+    if folder:
+        publish.write(folder)
+    return int(result.failed())
 
 
-def _measured(
-    benchmark: Benchmark, plans: list[suite.Plan], folder: pathlib.Path | None, progress: Progress
-) -> list[Report]:
-    """All reports, written as they come: first the times, then with the peaks."""
-
-    def advance(total: int) -> suite.Advance:
-        step = functools.partial(progress.update, progress.add_task("", total=total), advance=1)
-        return lambda text: step(description=text)
-
-    def write(result: Report) -> None:
-        if folder:
-            report.write(result, folder)
-
-    reports = []
-    with tempfile.TemporaryDirectory() as cache:
-        peaks = timing.on_gpu() and "memory" in plans[0].metrics
-        if peaks:
-            memory.keep_compilations(cache)
-        for plan in plans:
-            reports.append(suite.run(benchmark, plan, advance(len(plan))))
-            write(reports[-1])
-        if peaks:
-            for plan, result in zip(plans, reports, strict=True):
-                suite.add_peaks(benchmark, result, advance(len(plan)))
-                write(result)
-    return reports
-
-
-def _swept(benchmark: Benchmark, plans: list[suite.Plan], progress: Progress) -> int:
+def _swept(benchmark: Benchmark, plans: list[Plan], progress: Progress) -> int:
     """Prints each case's configs, fastest first; a folder for files must be named."""
     with tempfile.TemporaryDirectory() as cache:
         memory.keep_compilations(cache)
-        for plan in plans:
+        for one in plans:
             task = progress.add_task("")
 
             def advance(text: str, task: TaskID = task) -> None:
                 progress.update(task, description=text)
 
-            for result in sweep.run(benchmark, plan, advance):
+            for result in sweep.run(benchmark, one, advance):
                 print("\n".join(sweep.lines(result)), flush=True)
-                if _OUT.value:
-                    report.write(result, pathlib.Path(_OUT.value))
+                if OUT.value:
+                    records.save(result, pathlib.Path(OUT.value))
     return 0
 
 
-def _plan(benchmark: Benchmark, mode: str) -> suite.Plan:
-    shorter = benchmark.quick if _QUICK.value else {}
+def _plan(benchmark: Benchmark, mode: str) -> Plan:
+    shorter = benchmark.quick if QUICK.value else {}
     grid = {**benchmark.grid, **(shorter if timing.on_gpu() else benchmark.small)}
     for axis, values in benchmark.grid.items():
         if chosen := flags.FLAGS[axis].value:
             grid[axis] = [type(values[0])(value) for value in chosen]
-    by_name = {provider.name: provider for provider in benchmark.providers}
-    return suite.Plan(
+    by_name = {provider.name: provider for provider in plan.available(benchmark, mode)}
+    return Plan(
         mode=_known(mode, ("fwd", "bwd")),
         dtypes=[_known(dtype, cases.DTYPES) for dtype in _DTYPES.value or benchmark.dtypes],
         grid=grid,
         providers=[by_name[_known(name, by_name)] for name in _PROVIDERS.value or by_name],
         metrics=[_known(metric, ("speed", "memory")) for metric in _METRICS.value],
-        calls=_CALLS.value or (10 if _QUICK.value else 50),
+        calls=_CALLS.value or (10 if QUICK.value else 50),
         jobs=_JOBS.value,
         has=benchmark.has,
     )
@@ -128,10 +102,9 @@ def _known(word: str, words: Collection[str]) -> str:
 
 def _folder(benchmark: Benchmark) -> pathlib.Path | None:
     """Where results go. The committed ones are replaced table by table, so by whole tables only."""
-    if _OUT.value:
-        return pathlib.Path(_OUT.value)
+    if OUT.value:
+        return pathlib.Path(OUT.value)
     partial = _PROVIDERS.value or flags.FLAGS[benchmark.x].value or len(_METRICS.value) < 2
-    if _QUICK.value or partial or not timing.on_gpu():
+    if QUICK.value or partial or not timing.on_gpu():
         return None
-    card = "-".join(suite.card().lower().split())
-    return pathlib.Path(__file__).with_name("results") / card
+    return publish.folder()

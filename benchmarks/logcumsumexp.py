@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import command, sweep
-from benchmarks.cases import Benchmark, Case, Data, Function, Provider, implementation
+from benchmarks import command, peers, sweep
+from benchmarks.cases import EAGER, Benchmark, Case, Data, Function, Provider, Sizes, implementation
 from pallas_ops import LogcumsumexpConfig, logcumsumexp, reference
 
 FEW = 64
@@ -74,7 +74,9 @@ def parallel(*, where: str, **_: Any) -> LogcumsumexpConfig:
     )
 
 
-def kernel(name: str, config: Callable[..., LogcumsumexpConfig | None], note: str) -> Provider:
+def kernel(
+    name: str, config: Callable[..., LogcumsumexpConfig | None], note: str, **options: Any
+) -> Provider:
     def make(*, where: str, **point: Any) -> Function:
         return partial(
             logcumsumexp,
@@ -83,7 +85,7 @@ def kernel(name: str, config: Callable[..., LogcumsumexpConfig | None], note: st
             config=config(where=where, **point),
         )
 
-    return Provider(name=name, make=make, kernel=True, note=note)
+    return Provider(name=name, make=make, kernel=True, note=note, **options)
 
 
 def function(name: str, call: Function, note: str, **options: Any) -> Provider:
@@ -102,6 +104,24 @@ def jax_own(*, where: str, **_: Any) -> Function:
     if where.endswith("padded"):
         raise NotImplementedError("its gradient is NaN behind -inf")
     return partial(cumlogsumexp, axis=CASES[where][0])
+
+
+def scan(x: jax.Array, *, axis: int) -> jax.Array:
+    o: jax.Array = lax.associative_scan(jnp.logaddexp, x.astype(jnp.float32), axis=axis)
+    return o.astype(x.dtype)
+
+
+def in_torch(_: Any, *, where: str, **__: Any) -> Function:
+    return lambda x: x.float().logcumsumexp(CASES[where][0]).to(x.dtype)
+
+
+def of_xopes(module: Any, *, where: str, **_: Any) -> Function:
+    dim = CASES[where][0] - 3
+    return lambda x: module.lcse_parallel_triton(x, dim=dim)[0]
+
+
+def sizes(*, where: str, **_: Any) -> Sizes:
+    return "few" if where.endswith(("padded", "wide")) else "all"
 
 
 def proposals(*, where: str, **_: Any) -> list[Provider]:
@@ -142,18 +162,30 @@ BENCHMARK = Benchmark(
     op="logcumsumexp",
     case=case,
     providers=(
-        kernel("rpl", recurrence, "recurrence: step by step, a column a lane"),
-        kernel("ppl", parallel, "parallel: tiles with a scan, one launch choice for all shapes"),
+        kernel("rpl", recurrence, "recurrence: step by step, a column a lane", sizes="few"),
+        kernel(
+            "ppl",
+            parallel,
+            "parallel: tiles with a scan, one launch choice for all shapes",
+            sizes="few",
+        ),
         kernel("pallas", lambda **_: None, "the default: chosen by shape"),
-        function("jnp", reference.logcumsumexp, "the reference, eager", jit=False),
+        function("jnp", reference.logcumsumexp, "the reference, eager", **EAGER),
         function("jit", reference.logcumsumexp, "the reference, jitted"),
-        Provider(name="lax", make=jax_own, note="jax.lax.cumlogsumexp in float32, jitted"),
+        Provider(
+            name="lax", make=jax_own, note="jax.lax.cumlogsumexp in float32, jitted", sizes="few"
+        ),
+        function("scan", scan, "jax.lax.associative_scan of logaddexp in float32", sizes="few"),
+        *peers.pair(in_torch, "logcumsumexp in float32"),
+        peers.xopes("logcumsumexp.lcse_parallel_triton", of_xopes, "lcse_parallel_triton"),
     ),
     x="n",
     grid={"where": tuple(CASES), "batch": (12,), "dim": (2048,), "n": [2**k for k in range(9, 16)]},
     quick={"where": ("last", "axis1", "few"), "n": (512, 8192, 32768)},
     small={"where": ("last", "axis1-padded", "few"), "batch": (2,), "dim": (64,), "n": (16,)},
     modes=("fwd", "bwd"),
+    sizes=sizes,
+    point_s=1.5,
     proposals=proposals,
 )
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import command, sweep
-from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
+from benchmarks import command, peers, sweep
+from benchmarks.cases import EAGER, Benchmark, Case, Function, Provider, Sizes, implementation
 from pallas_ops import LrpeCosineConfig, lrpe_cosine, reference
 
 BATCH, HEADS, DIM = 12, 12, 128
@@ -48,13 +48,15 @@ def rates(width: int) -> np.ndarray[Any, Any]:
     return np.tile(10_000.0 ** (-2 * np.arange(width) / width), (HEADS, 1)).astype(np.float32)
 
 
-def kernel(name: str, config: Callable[[str], LrpeCosineConfig | None], note: str) -> Provider:
+def kernel(
+    name: str, config: Callable[[str], LrpeCosineConfig | None], note: str, **options: Any
+) -> Provider:
     def make(*, what: str, **_: int) -> Function:
         return partial(
             lrpe_cosine, **CASES[what], implementation=implementation(), config=config(what)
         )
 
-    return Provider(name=name, make=make, kernel=True, note=note)
+    return Provider(name=name, make=make, kernel=True, note=note, **options)
 
 
 def function(name: str, note: str, **options: Any) -> Provider:
@@ -62,6 +64,26 @@ def function(name: str, note: str, **options: Any) -> Provider:
         return partial(reference.lrpe_cosine, **CASES[what])
 
     return Provider(name=name, make=make, note=note, **options)
+
+
+def in_torch(torch: Any, *, what: str, **_: Any) -> Function:
+    act, axis = CASES[what].get("act", "none"), CASES[what].get("axis")
+    functions = torch.nn.functional
+
+    def call(x: Any, theta: Any) -> Any:
+        y = x.float()
+        if act != "none":
+            y = getattr(functions, act)(y, **({} if axis is None else {"dim": axis}))
+        phi = torch.arange(x.shape[1], device=x.device)[:, None, None] * theta
+        return torch.cat((y * phi.cos(), y * phi.sin()), dim=-1).to(x.dtype)
+
+    return call
+
+
+def sizes(*, what: str, **_: Any) -> Sizes:
+    """Tables of the seeds whole."""
+    seeds = ("act_none", "act_silu", "act_softmax-dim_-1", "act_softmax-dim_-2")
+    return "all" if what in seeds else "few"
 
 
 def by_block(what: str) -> LrpeCosineConfig:
@@ -96,11 +118,12 @@ BENCHMARK = Benchmark(
     op="lrpe_cosine",
     case=case,
     providers=(
-        kernel("Pallas Sp", lambda _: LrpeCosineConfig(), "parallel over tokens"),
-        kernel("Pallas Bp", by_block, "a program walks the sequence"),
+        kernel("Pallas Sp", lambda _: LrpeCosineConfig(), "parallel over tokens", sizes="few"),
+        kernel("Pallas Bp", by_block, "a program walks the sequence", sizes="few"),
         kernel("pallas", lambda _: None, "the default: chosen by shape"),
-        function("jnp", "the reference, eager", jit=False),
+        function("jnp", "the reference, eager", **EAGER),
         function("jit", "the reference, jitted"),
+        *peers.pair(in_torch, "float32, activate, multiply, cat"),
     ),
     x="n",
     grid={"what": tuple(CASES), "n": [*(2**k for k in range(8, 16)), LONG]},
@@ -108,6 +131,7 @@ BENCHMARK = Benchmark(
     quick={"what": tuple(CASES), "n": (256, 32768, LONG)},
     small={"what": tuple(CASES)[:4], "n": (4,)},
     modes=("fwd", "bwd"),
+    sizes=sizes,
     proposals=proposals,
 )
 

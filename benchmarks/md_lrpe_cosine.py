@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from benchmarks import command, sweep
-from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
+from benchmarks.cases import EAGER, Benchmark, Case, Function, Provider, Sizes, implementation
 from benchmarks.lrpe_cosine import BATCH, DIM, HEADS, by_token, rates
 from pallas_ops import LrpeCosineConfig, md_lrpe_cosine, reference
 
@@ -31,13 +31,13 @@ def case(dtype: Any, *, dims: int, prefix: int, n: int) -> Case:
     )
 
 
-def kernel(name: str, config: LrpeCosineConfig | None, note: str) -> Provider:
+def kernel(name: str, config: LrpeCosineConfig | None, note: str, **options: Any) -> Provider:
     def make(**point: int) -> Function:
         return partial(
             md_lrpe_cosine, **grid(**point), implementation=implementation(), config=config
         )
 
-    return Provider(name=name, make=make, kernel=True, note=note)
+    return Provider(name=name, make=make, kernel=True, note=note, **options)
 
 
 def function(name: str, note: str, **options: Any) -> Provider:
@@ -45,6 +45,10 @@ def function(name: str, note: str, **options: Any) -> Provider:
         return partial(reference.md_lrpe_cosine, **grid(**point))
 
     return Provider(name=name, make=make, note=note, **options)
+
+
+def sizes(*, prefix: int, **_: Any) -> Sizes:
+    return "all" if prefix == 0 else "largest"
 
 
 def proposals(**_: Any) -> list[Provider]:
@@ -56,8 +60,13 @@ BENCHMARK = Benchmark(
     case=case,
     providers=(
         kernel("Pallas", None, "angles computed where they are needed, the default"),
-        kernel("Pallas Ca", LrpeCosineConfig(cache_angles=True), "angles computed once and kept"),
-        function("jnp", "the reference, eager", jit=False),
+        kernel(
+            "Pallas Ca",
+            LrpeCosineConfig(cache_angles=True),
+            "angles computed once and kept",
+            sizes="few",
+        ),
+        function("jnp", "the reference, eager", **EAGER),
         function("jit", "the reference, jitted"),
     ),
     x="n",
@@ -66,6 +75,7 @@ BENCHMARK = Benchmark(
     quick={"dims": (1, 2, 3), "prefix": (0,), "n": (32, 128, 32768)},
     small={"dims": (1, 2, 3), "prefix": (0, 10), "n": (2, 3, 6)},
     modes=("fwd", "bwd"),
+    sizes=sizes,
     proposals=proposals,
 )
 

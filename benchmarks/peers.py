@@ -2,9 +2,11 @@
 
 CUPTI sees all kernels of a process, whoever launched them, so `timing` measures these as well. Our
 arrays reach them through DLPack, without a copy; their results are in PyTorch's memory, and count.
+They have no backward pass here.
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -15,12 +17,30 @@ import jax
 from benchmarks import timing
 from benchmarks.cases import Function, Provider
 
+PACKAGES = {"torch": "torch", "fla": "flash-linear-attention", "xopes": "xopes"}
+
 
 def installed(*modules: str) -> bool:
-    return all(importlib.util.find_spec(module) for module in modules)
+    return all(m in sys.modules or importlib.util.find_spec(m) for m in modules)
 
 
-def provider(name: str, make: Callable[..., Function], note: str, **options: Any) -> Provider:
+def versions() -> dict[str, str]:
+    """Of each package that columns come from; "absent" where it is not installed."""
+
+    def version(module: str, package: str) -> str:
+        if not installed(module):
+            return "absent"
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "from its repository"
+
+    return {package: version(module, package) for module, package in PACKAGES.items()}
+
+
+def provider(
+    name: str, make: Callable[..., Function], note: str, *modules: str, **options: Any
+) -> Provider:
     """A column; `make(torch, **point)` gives a function of PyTorch's tensors."""
 
     def adapted(**point: Any) -> Function:
@@ -30,7 +50,31 @@ def provider(name: str, make: Callable[..., Function], note: str, **options: Any
         torch.compiler.reset()  # it compiles a function 8 times, then runs it as it stands
         return Adapted(torch, make(torch, **point))
 
-    return Provider(name=name, make=adapted, jit=False, note=note, **options)
+    given: dict[str, Any] = dict(jit=False, modes=("fwd",), needs=("torch", *modules)) | options
+    return Provider(name=name, make=adapted, note=note, **given)
+
+
+def pair(make: Callable[..., Function], note: str, **options: Any) -> list[Provider]:
+    """PyTorch's column, called as it is, and that of torch.compile."""
+
+    def compiled(torch: Any, **point: Any) -> Function:
+        function: Function = torch.compile(make(torch, **point))
+        return function
+
+    options["sizes"] = "largest"
+    return [
+        provider("torch", make, f"PyTorch: {note}", **options),
+        provider("torch_compile", compiled, "the same, torch.compile", **options),
+    ]
+
+
+def xopes(module: str, make: Callable[..., Function], note: str) -> Provider:
+    """A column of xopes; `make(module, **point)` gives a function of tensors."""
+
+    def imported(_: Any, **point: Any) -> Function:
+        return make(importlib.import_module(f"xopes.ops.{module}"), **point)
+
+    return provider("xopes", imported, f"xopes' Triton kernel: {note}", "xopes")
 
 
 class Adapted:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -16,6 +18,8 @@ class Cell:
     memory_mib: float | None = None
     error: float | None = None  # see cases.deviation
     of_copy: float | None = None  # the copy's kernel time over this one's
+    calls: int | None = None  # that the times are medians of; None: as many as the table says
+    spread: float | None = None  # interquartile range of the calls' kernel times over the median
     reason: str | None = None
     memory_reason: str | None = None
 
@@ -52,7 +56,7 @@ class Table:
     columns: list[Column]
     metrics: list[str]  # what was measured: names of report.METRICS
     date: str
-    calls: int  # that times are medians of
+    calls: int  # that times are medians of, at most
     rows: list[Row] = dataclasses.field(default_factory=list)
 
     @property
@@ -60,6 +64,15 @@ class Table:
         """The column that a user gets, or else the first."""
         names = [column.name for column in self.columns]
         return "pallas" if "pallas" in names else names[0]
+
+    @property
+    def name(self) -> str:
+        """What tells this table from the others of its op and mode."""
+        tail = self.title.partition(f"-{self.mode}-")[2]
+        return tail.replace(f"-{self.dtype}", "") if self.dtype == "bf16" else tail
+
+    def row(self, point: dict[str, Any]) -> Row | None:
+        return next((row for row in self.rows if row.point == point), None)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -70,13 +83,30 @@ class Report:
     environment: dict[str, Any]
     tables: list[Table] = dataclasses.field(default_factory=list)
 
+    @property
+    def dates(self) -> list[str]:
+        """A table that a run went on with on another day has two."""
+        return sorted({date for table in self.tables for date in table.date.split(", ")})
+
+    @property
+    def modes(self) -> list[str]:
+        return [mode for mode in ("fwd", "bwd") if any(x.mode == mode for x in self.tables)]
+
+    def of_mode(self, mode: str) -> "Report":
+        return dataclasses.replace(self, tables=[x for x in self.tables if x.mode == mode])
+
+    def cells(self) -> Iterator[tuple[Table, Row, Column, Cell]]:
+        for table in self.tables:
+            for row in table.rows:
+                for column in table.columns:
+                    if column.name in row.cells:
+                        yield table, row, column, row.cells[column.name]
+
     def failed(self) -> bool:
         """Whether a result was wrong, or the column that users get has none."""
         return any(
-            cell.reason and (cell.reason.startswith("wrong") or name == table.default)
-            for table in self.tables
-            for row in table.rows
-            for name, cell in row.cells.items()
+            cell.reason and (cell.reason.startswith("wrong") or column.name == table.default)
+            for table, _, column, cell in self.cells()
         )
 
     def to_json(self) -> str:
@@ -93,3 +123,44 @@ class Report:
             table["rows"] = [Row(**row) for row in table["rows"]]
         raw["tables"] = [Table(**table) for table in raw["tables"]]
         return cls(**raw)
+
+
+def merged(reports: Sequence[Report]) -> Report:
+    """Of one op: a table replaces one of the same title, and stands in its place."""
+    tables = {table.title: table for report in reports for table in report.tables}
+    names = dict.fromkeys(name for report in reports for name in report.environment)
+    environment = {
+        name: " / ".join(
+            dict.fromkeys(str(report.environment.get(name, "-")) for report in reports)
+        )
+        for name in names
+    }
+    return Report(op=reports[0].op, environment=environment, tables=list(tables.values()))
+
+
+def load(folder: pathlib.Path) -> dict[str, Report]:
+    """The ops of a folder; tables of OP.json, which a run writes, replace those of other files."""
+    found: dict[str, list[tuple[bool, Report]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        raw = json.loads(path.read_text())
+        if isinstance(raw, dict) and "tables" in raw:
+            report = Report.from_json(path.read_text())
+            found.setdefault(report.op, []).append((path.stem == report.op, report))
+    return {
+        op: merged([report for _, report in sorted(reports, key=lambda x: x[0])])
+        for op, reports in sorted(found.items())
+    }
+
+
+def save(report: Report, folder: pathlib.Path) -> None:
+    """OP.json; tables that it has of the same environment stay, unless measured again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{report.op}.json"
+    if path.exists():
+        old = Report.from_json(path.read_text())
+        if old.environment == report.environment:
+            tables = merged([old, report]).tables
+            report = dataclasses.replace(report, tables=tables)
+    part = path.with_suffix(".part")
+    part.write_text(report.to_json())
+    part.replace(path)

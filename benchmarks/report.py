@@ -1,15 +1,11 @@
-"""How results are shown: as Markdown tables that can be read as plain text, and as plots.
+"""A report as Markdown tables, which can be read as plain text too, and as lines of a CSV file."""
 
-`python -m benchmarks.report RESULTS.json...` writes each file's tables and plots anew, beside it.
-"""
-
+import csv
 import dataclasses
-import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+import io
+from collections.abc import Iterable, Iterator
 
-from absl import app
-
-from benchmarks import plots
+from benchmarks.plots import of_copy
 from benchmarks.records import Cell, Report, Row, Table
 
 
@@ -51,15 +47,16 @@ LEGEND = (
 )
 
 
-def markdown(report: Report) -> str:
-    """Who was compared, then all tables, each under its title and over its footnotes."""
-    columns = [f"- {c.name}: {c.note}" for c in report.tables[0].columns if c.note]
+def markdown(report: Report, figures: Iterable[str] = ()) -> str:
+    """Who was compared, the figures, then all tables, each under its title and over footnotes."""
+    notes = {c.name: c.note for table in report.tables for c in table.columns if c.note}
     parts = [
         f"# {report.op}",
         " · ".join(f"{name} {value}" for name, value in report.environment.items()),
-        "\n".join([*columns, *LEGEND]),
+        "\n".join([*(f"- {name}: {note}" for name, note in notes.items()), *LEGEND]),
+        *(f"![{name}]({name})" for name in figures),
     ]
-    for table in report.tables:
+    for table in sorted(report.tables, key=lambda table: table.mode != "fwd"):
         for metric in METRICS:
             if metric.name in table.metrics:
                 parts += [f"{table.title.format(metric=metric.name)}:", _grid(table, metric)]
@@ -68,52 +65,87 @@ def markdown(report: Report) -> str:
 
 
 def _grid(table: Table, metric: Metric) -> str:
-    """The table itself, aligned so that it can be read as plain text too."""
-    ours, names = table.default, [column.name for column in table.columns]
+    """The table itself, readable as plain text too; of the rows that have numbers."""
+    ours, names = table.default, _measured(table)
+    rows = [r for r in table.rows if any(_shown(r.cells.get(n), metric) for n in names)]
     floor = [metric.floor, f"{metric.floor} / {ours}"] if metric.floor else []
     lines = [[table.x, *names, *floor]]
-    for row in table.rows:
-        least, best = metric.least(row), metric.value(row.cells[ours])
-        share = f"{least / best:.3f}" if least and best else ""
-        cells = [_shown(row.cells[name], metric) for name in names]
-        shares = [f"{least:.6f}" if least else "", share] if floor else []
-        lines.append([str(row.point[table.x]), *cells, *shares])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
+    for row in sorted(rows, key=lambda row: row.point[table.x]):
+        least = metric.least(row)
+        best = metric.value(row.cells[ours]) if ours in row.cells else None
+        cells = [_shown(row.cells.get(name), metric) for name in names]
+        shares = [digits(least) if least else "", f"{least / best:.3f}" if least and best else ""]
+        lines.append([str(row.point[table.x]), *cells, *(shares if floor else [])])
+    return aligned(lines)
+
+
+def digits(value: float) -> str:
+    """Four that count: files of data have all."""
+    return f"{value:.0f}" if value >= 999.5 else f"{value:#.4g}"
+
+
+def aligned(lines: list[list[str]], *, texts: int = 0) -> str:
+    """Markdown of a head and rows; the first columns are texts, the others numbers."""
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(lines[0]))]
+    rules = ["-" * (w - 1) + ("-" if i < texts else ":") for i, w in enumerate(widths)]
     return "\n".join(
-        "| " + " | ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
+        "| "
+        + " | ".join(
+            text.ljust(w) if i < texts else text.rjust(w)
+            for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        )
+        + " |"
+        for line in (lines[0], rules, *lines[1:])
     )
 
 
-def _shown(cell: Cell, metric: Metric) -> str:
+def _measured(table: Table) -> list[str]:
+    return [c.name for c in table.columns if any(c.name in row.cells for row in table.rows)]
+
+
+def _shown(cell: Cell | None, metric: Metric) -> str:
     """The number; or -1, for which a footnote has the reason; or "ok": right, but not timed.
 
-    Peaks may be measured in some rows only, and what is not jitted has no time to compile.
+    Of slow functions and of memory some sizes are measured only; what is not jitted has no time to
+    compile.
     """
+    if cell is None:
+        return ""
     value = metric.value(cell)
     if value is not None:
-        return f"{value:.2f}" if metric.unit == "s" else f"{value:.6f}"
+        return f"{value:.2f}" if metric.unit == "s" else digits(value)
     return "-1" if metric.reason(cell) else "ok" if metric.unit == "ms" else ""
 
 
 def _footnotes(table: Table, metric: Metric) -> Iterator[str]:
     """When it was measured, how far from the truth all came, and what is to be said of cells."""
-    names = [column.name for column in table.columns]
+    names = _measured(table)
     if metric.unit == "ms":
-        yield f"measured on {table.date}, medians of {table.calls} calls"
+        yield f"measured on {table.date}, medians of {calls(table)} calls"
         truths = " or ".join(sorted({row.truth for row in table.rows}))
-        worst = {n: max(row.cells[n].error or 0 for row in table.rows) for n in names}
+        worst = {n: max(r.cells[n].error or 0 for r in table.rows if n in r.cells) for n in names}
         errors = ", ".join(f"{name} {error:.1e}" for name, error in worst.items() if error)
         if errors:
             yield f"largest error against {truths}: {errors}"
     for name in names:
         remarks: dict[str, list[str]] = {}
         for row in table.rows:
-            if remark := _remark(row.cells[name], metric):
+            if name in row.cells and (remark := _remark(row.cells[name], metric)):
                 remarks.setdefault(remark, []).append(str(row.point[table.x]))
         for remark, xs in remarks.items():
             yield f"{name} at {table.x} = {', '.join(xs)}: {remark}"
+
+
+def calls(*tables: Table) -> str:
+    """How many; slow functions are called fewer times."""
+    found = {
+        cell.calls or table.calls
+        for table in tables
+        for row in table.rows
+        for cell in row.cells.values()
+    }
+    least, most = min(found, default=0), max(found, default=0)
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def _remark(cell: Cell, metric: Metric) -> str | None:
@@ -124,68 +156,28 @@ def _remark(cell: Cell, metric: Metric) -> str | None:
     return None
 
 
-def write(report: Report, folder: pathlib.Path) -> None:
-    """OP-MODE.json and .md, and plots of memory and of kernel time, or wall-clock if there is none.
-
-    Tables of an earlier run in the same environment stay, unless measured again.
-    """
-    stem = folder / f"{report.op}-{report.tables[0].mode}"
-    folder.mkdir(parents=True, exist_ok=True)
-    report = _merged(stem.with_suffix(".json"), report)
-    stem.with_suffix(".json").write_text(report.to_json())
-    stem.with_suffix(".md").write_text(markdown(report))
-    for table in report.tables:
-        drawn = set(table.metrics) - {"compile"} - ({"wall"} if "speed" in table.metrics else set())
-        for metric in METRICS:
-            if metric.name in drawn:
-                _plot(report, table, metric, folder)
-
-
-def _merged(path: pathlib.Path, new: Report) -> Report:
-    try:
-        old = Report.from_json(path.read_text())
-    except (OSError, ValueError, TypeError, KeyError):  # none, or of another form
-        return new
-    if old.environment != new.environment:
-        return new
-    tables = {table.title: table for table in [*old.tables, *new.tables]}  # each in its place
-    return dataclasses.replace(new, tables=list(tables.values()))
+def csv_text(reports: Iterable[Report]) -> str:
+    """Every number of every cell."""
+    fields = [field.name for field in dataclasses.fields(Cell) if field.name != "of_copy"]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    about = ("op", "mode", "dtype", "table", "size", "column", "ours", "date", "moved_bytes")
+    writer.writerow([*about, "copy_ms", "of_copy", *fields])
+    for report in reports:
+        for table, row, column, cell in report.cells():
+            size = f"{table.x}={row.point[table.x]}"
+            place = [report.op, table.mode, table.dtype, table.name, size, column.name]
+            copy_ms = row.copy.kernel_ms or row.copy.wall_ms
+            share = of_copy(row, cell)
+            numbers = [getattr(cell, name) for name in fields]
+            numbers[fields.index("calls")] = cell.calls or table.calls
+            writer.writerow(
+                [*place, column.kernel, table.date, row.moved_bytes]
+                + [_brief(x) for x in (copy_ms, share, *numbers)]
+            )
+    return file.getvalue()
 
 
-def _plot(report: Report, table: Table, metric: Metric, folder: pathlib.Path) -> None:
-    xs = [float(row.point[table.x]) for row in table.rows]
-
-    def points(values: Iterable[float | None]) -> list[tuple[float, float]]:
-        return [(x, y) for x, y in zip(xs, values, strict=True) if y]
-
-    series = [
-        plots.Series(
-            name=column.name,
-            points=points(metric.value(row.cells[column.name]) for row in table.rows),
-            kernel=column.kernel,
-            bold=column.name == table.default,
-        )
-        for column in table.columns
-    ]
-    if not any(line.points for line in series):
-        return
-    name = table.title.format(metric=metric.name)
-    shape = ", ".join(table.title.partition("-{metric}-")[2].split("-"))
-    plots.draw(
-        folder / f"{name}.png",
-        title=f"{report.op}: {metric.label} [{metric.unit}]",
-        subtitle=f"{shape}  ·  {report.environment['card']}  ·  JAX {report.environment['jax']}",
-        x_label=table.x,
-        floor=plots.Series(name=metric.floor, points=points(map(metric.least, table.rows))),
-        series=series,
-    )
-
-
-def main(argv: Sequence[str]) -> None:
-    for name in argv[1:]:
-        path = pathlib.Path(name)
-        write(Report.from_json(path.read_text()), path.parent)
-
-
-if __name__ == "__main__":
-    app.run(main)
+def _brief(x: object) -> object:
+    """Six digits: JSON has all."""
+    return f"{x:.6g}" if isinstance(x, float) else x

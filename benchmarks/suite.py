@@ -1,67 +1,65 @@
 """One run: each case is held to the truth, then timed, then its memory is measured."""
 
 import dataclasses
-import itertools
+import hashlib
+import pathlib
 import platform
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import cases, memory, records, timing
-from benchmarks.cases import Benchmark, Case, Function, Grid, Point, Provider
+import pallas_ops
+from benchmarks import cases, memory, peers, records, timing
+from benchmarks.cases import Benchmark, Case, Function, Point, Provider
+from benchmarks.plan import Plan, Work, everything
 
 Advance = Callable[[str], None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What one run measures."""
+def measure(
+    work: Work, report: records.Report, advance: Advance = lambda _: None
+) -> Collection[str]:
+    """Adds to the report the columns that a row lacks, and names them.
 
-    mode: str
-    dtypes: Sequence[str]
-    grid: Grid
-    providers: Sequence[Provider]
-    metrics: Sequence[str] = ("speed", "memory")
-    calls: int = 50
-    jobs: int = 4  # programs compiled at a time, by a sweep
-    has: Callable[..., bool] = lambda **_: True
-
-    def __len__(self) -> int:
-        return len(list(self.points())) * len(self.providers)
-
-    def points(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for dtype, values in itertools.product(self.dtypes, itertools.product(*self.grid.values())):
-            point = dict(zip(self.grid, values, strict=True))
-            if self.has(**point):
-                yield dtype, point
+    What goes wrong stops nothing else.
+    """
+    plan, today = work.plan, f"{datetime.now(UTC):%Y-%m-%d}"
+    table = next((table for table in report.tables if table.title == work.title), None)
+    if table is None:
+        table = records.Table(
+            title=work.title,
+            x=work.benchmark.x,
+            mode=plan.mode,
+            dtype=work.dtype,
+            columns=[provider.column() for provider in plan.providers],
+            metrics=_metrics(plan),
+            date=today,
+            calls=plan.calls,
+        )
+        report.tables.append(table)
+    known = {column.name for column in table.columns}
+    table.columns += [p.column() for p in plan.providers if p.name not in known]
+    row = table.row(work.point)
+    todo = [p for p in work.providers if row is None or p.name not in row.cells]
+    for _ in range(len(work.providers) - len(todo)):
+        advance(str(work))
+    if todo:
+        table.date += "" if today in table.date else f", {today}"
+        _fill_row(work, table, row, todo, advance)
+    return {provider.name for provider in todo}
 
 
 def run(benchmark: Benchmark, plan: Plan, advance: Advance = lambda _: None) -> records.Report:
-    """Everything in the plan, but peaks; a case that goes wrong does not stop the others."""
+    """Everything in the plan, but peaks."""
     report = records.Report(op=benchmark.op, environment=environment())
-    for dtype, point in plan.points():
-        case = benchmark.case(cases.DTYPES[dtype], **point)
-        title = case.title.format(metric="{metric}", mode=plan.mode, dtype=dtype)
-        if not report.tables or report.tables[-1].title != title:
-            table = records.Table(
-                title=title,
-                x=benchmark.x,
-                mode=plan.mode,
-                dtype=dtype,
-                columns=[provider.column() for provider in plan.providers],
-                metrics=_metrics(plan),
-                date=f"{datetime.now(UTC):%Y-%m-%d}",
-                calls=plan.calls,
-            )
-            report.tables.append(table)
-        report.tables[-1].rows.append(_row(case, point, dtype, plan, advance))
+    for work in everything(benchmark, plan):
+        measure(work, report, advance)
     return report
 
 
@@ -72,29 +70,37 @@ def _metrics(plan: Plan) -> list[str]:
     return times * ("speed" in plan.metrics) + sizes * ("memory" in plan.metrics)
 
 
-def _row(case: Case, point: Point, dtype: str, plan: Plan, advance: Advance) -> records.Row:
+def _fill_row(
+    work: Work,
+    table: records.Table,
+    row: records.Row | None,
+    providers: Sequence[Provider],
+    advance: Advance,
+) -> None:
+    case, plan = work.case, work.plan
     inputs = cases.inputs(case)
     want = cases.truth(case, inputs, mode=plan.mode)
-    moved = cases.moved_bytes(case, mode=plan.mode)
-    row = records.Row(point=point, moved_bytes=moved, truth=str(jax.tree.leaves(want)[0].dtype))
-    if "speed" in plan.metrics:
-        blocks = -(-moved // (4 * timing.COPY_BLOCK))  # 2 bytes an element, in and out
-        source = jax.ShapeDtypeStruct((blocks * timing.COPY_BLOCK,), jnp.bfloat16)
-        row.copy = _timed(timing.copy, (cases.normal(source, seed=2),), plan)
-    for provider in plan.providers:
-        advance(" ".join([*(f"{axis}={value}" for axis, value in point.items()), provider.name]))
+    if row is None:
+        truth = str(jax.tree.leaves(want)[0].dtype)
+        row = records.Row(point=work.point, moved_bytes=work.bytes, truth=truth)
+        if "speed" in plan.metrics:
+            blocks = -(-row.moved_bytes // (4 * timing.COPY_BLOCK))  # 2 bytes an element, in, out
+            source = jax.ShapeDtypeStruct((blocks * timing.COPY_BLOCK,), jnp.bfloat16)
+            row.copy = _timed(timing.copy, (cases.normal(source, seed=2),), plan)
+        table.rows.append(row)
+    for provider in providers:
+        advance(f"{work} {provider.name}")
         try:
             function, arguments = cases.prepare(
-                provider, point, inputs, mode=plan.mode, constants=len(case.further)
+                provider, work.point, inputs, mode=plan.mode, constants=len(case.further)
             )
-            limit = provider.tolerance * cases.TOLERANCE[dtype]
+            limit = provider.tolerance * cases.TOLERANCE[work.dtype]
             cell = _cell(provider, function, arguments, want, limit, plan)
         except Exception as error:
             cell = records.Cell(reason=_reason(error))
         if row.copy.kernel_ms and cell.kernel_ms:
             cell.of_copy = row.copy.kernel_ms / cell.kernel_ms
         row.cells[provider.name] = cell
-    return row
 
 
 def _cell(
@@ -135,20 +141,27 @@ def _reason(error: Exception) -> str:
     return text if refusal else f"{type(error).__name__}: {text}"
 
 
-def add_peaks(benchmark: Benchmark, report: records.Report, advance: Advance) -> None:
-    """Runs each case that came out right once more, in a pool of its own."""
-    for table in report.tables:
-        table.metrics.append("memory")
-        for row, provider in itertools.product(table.rows, benchmark.providers):
-            cell = row.cells.get(provider.name)
-            if cell and not cell.reason:
-                advance("peak memory")
-                memory.new_pool()
-                case = benchmark.case(cases.DTYPES[table.dtype], **row.point)
-                try:
-                    cell.memory_mib = _peak(case, provider, row.point, table.mode)
-                except Exception as error:
-                    cell.memory_reason = _reason(error)
+def add_peaks(
+    work: Work, report: records.Report, advance: Advance, compiled: Collection[str]
+) -> None:
+    """Runs what came out right once more, each column in a pool of its own.
+
+    Twice, if it was not `compiled` by this process, since compilers take memory as well.
+    """
+    table = next(table for table in report.tables if table.title == work.title)
+    row = table.row(work.point)
+    table.metrics += ["memory"] * ("memory" not in table.metrics)
+    for provider in work.providers:
+        advance(f"{work} {provider.name}: memory")
+        cell = row.cells.get(provider.name) if row else None
+        if cell and not (cell.reason or cell.memory_reason or cell.memory_mib):
+            try:
+                for _ in range(1 if provider.name in compiled else 2):
+                    memory.new_pool()
+                    peak = _peak(work.case, provider, work.point, table.mode)
+                cell.memory_mib = peak
+            except Exception as error:
+                cell.memory_reason = _reason(error)
 
 
 def _peak(case: Case, provider: Provider, point: Point, mode: str) -> float:
@@ -160,17 +173,27 @@ def _peak(case: Case, provider: Provider, point: Point, mode: str) -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Where and how the numbers came about."""
+    """Where and how the numbers came about, and with which programs."""
+    versions = peers.versions()
     found = {
         "card": card(),
         "driver": _driver(),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "torch": getattr(sys.modules.get("torch"), "__version__", ""),
+        **{name: version for name, version in versions.items() if version != "absent"},
+        "absent": ", ".join(name for name, version in versions.items() if version == "absent"),
+        "kernels": _fingerprint(),
         "cache": "cold" if timing.on_gpu() else "warm",
         "memory": "allocator's peak, fixed pool" if timing.on_gpu() else "XLA's plan, not measured",
     }
     return {name: value for name, value in found.items() if value}
+
+
+def _fingerprint() -> str:
+    """Of the package's source: a run is of one."""
+    folder = pathlib.Path(pallas_ops.__file__).parent
+    text = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
+    return hashlib.sha256(text).hexdigest()[:10]
 
 
 def card() -> str:

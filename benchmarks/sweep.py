@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import cases, suite
 from benchmarks.cases import Benchmark, Point, Provider
+from benchmarks.plan import Plan
 from benchmarks.records import Report, Row
 
 
@@ -38,7 +39,7 @@ def always(config: Any) -> Callable[..., Any]:
     return lambda *_, **__: config
 
 
-def run(benchmark: Benchmark, plan: suite.Plan, advance: suite.Advance) -> Iterator[Report]:
+def run(benchmark: Benchmark, plan: Plan, advance: suite.Advance) -> Iterator[Report]:
     """A report for each case, with a column for each config."""
     for dtype, point in plan.points():
         providers = list(benchmark.proposals(mode=plan.mode, **point))
@@ -54,9 +55,7 @@ def run(benchmark: Benchmark, plan: suite.Plan, advance: suite.Advance) -> Itera
         yield suite.run(benchmark, one, advance)
 
 
-def _compile(
-    case: cases.Case, providers: Sequence[Provider], point: Point, plan: suite.Plan
-) -> None:
+def _compile(case: cases.Case, providers: Sequence[Provider], point: Point, plan: Plan) -> None:
     """Fills the compilation cache, several programs at a time."""
     inputs = cases.inputs(case)
 

@@ -24,6 +24,8 @@ from pallas_ops.core import launch
 COLD_BYTES = 256 * 2**20  # five times the L2 cache of an H100 or H200 (50 MiB)
 MAX_COPIES = 2048
 WARM_UP = 3
+TIMED_MS = 500  # slow functions are called fewer times, yet not fewer than LEAST_CALLS
+LEAST_CALLS = 5
 COPY_BLOCK = 1024
 
 Kernel = tuple[str, float]  # name, milliseconds
@@ -34,6 +36,8 @@ class Times:
     """Median milliseconds of one call; `kernels` were launched by it, unless that varied."""
 
     wall_ms: float
+    calls: int
+    spread: float | None = None
     kernel_ms: float | None = None
     kernels: int | None = None
 
@@ -45,13 +49,31 @@ def on_gpu() -> bool:
 def measure(function: Callable[..., Any], arguments: tuple[Any, ...], *, calls: int) -> Times:
     """Times `function`, jitted or not; kernel time only where there is a GPU."""
     rotation = Rotation(arguments, cold_bytes=COLD_BYTES if on_gpu() else 0)
-    for _ in range(WARM_UP):
-        rotation.call(function)
-    wall_ms = statistics.median(rotation.call(function) for _ in range(calls))
+    warm_ms = [rotation.call(function) for _ in range(WARM_UP)][-1]
+    calls = min(calls, max(LEAST_CALLS, int(TIMED_MS / warm_ms)))
+    walls = [rotation.call(function) for _ in range(calls)]
+    wall_ms = statistics.median(walls)
     if not on_gpu():
-        return Times(wall_ms=wall_ms)
-    kernel_ms, kernels = kernel_time(function, rotation, calls=calls)
-    return Times(wall_ms=wall_ms, kernel_ms=kernel_ms, kernels=kernels)
+        return Times(wall_ms=wall_ms, calls=calls, spread=spread(walls))
+    with cupti() as kernels:
+        for _ in range(calls):
+            rotation.call(function)
+    times, each = per_call(kernels, calls=calls)
+    return Times(
+        wall_ms=wall_ms,
+        calls=calls,
+        spread=spread(times),
+        kernel_ms=statistics.median(times),
+        kernels=each,
+    )
+
+
+def spread(times: list[float]) -> float | None:
+    """The interquartile range over the median."""
+    if len(times) < 2:
+        return None
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / middle
 
 
 class Rotation:
@@ -79,27 +101,20 @@ def _copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def kernel_time(
-    function: Callable[..., Any], rotation: Rotation, *, calls: int
-) -> tuple[float, int | None]:
-    """Milliseconds and number of the kernels of one call; copies and memsets are not kernels."""
-    with cupti() as kernels:
-        for _ in range(calls):
-            rotation.call(function)
-    return per_call(kernels, calls=calls)
+def per_call(kernels: list[Kernel], *, calls: int) -> tuple[list[float], int | None]:
+    """Each call's sum, and its kernels; if calls launched different ones, their mean, no number.
 
-
-def per_call(kernels: list[Kernel], *, calls: int) -> tuple[float, int | None]:
-    """The median over the calls; the mean, and no number, if they launched different kernels."""
+    Copies and memsets are not kernels.
+    """
     if not kernels:
         raise RuntimeError("CUPTI saw no kernel: is another profiler attached to this process?")
     names = [name for name, _ in kernels]
     times = [milliseconds for _, milliseconds in kernels]
     each, rest = divmod(len(kernels), calls)
     if rest or names != names[:each] * calls:
-        return sum(times) / calls, None
+        return [sum(times) / calls], None
     starts = range(0, len(times), each)
-    return statistics.median(sum(times[start : start + each]) for start in starts), each
+    return [sum(times[start : start + each]) for start in starts], each
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import command, peers, sweep
-from benchmarks.cases import Benchmark, Case, Function, Provider, implementation
+from benchmarks.cases import EAGER, Benchmark, Case, Function, Provider, Sizes, implementation
 from pallas_ops import TpaDecodeConfig, reference, tpa_decode
 
 ROUNDED = "every product is rounded to the inputs' dtype"
@@ -34,6 +34,10 @@ class Model:
     batches: Sequence[int] = (1, 16)
     sizes: Sequence[int] = (4096, 32768, 524288)
     most: int = 2**19  # tokens of all sequences
+
+    @property
+    def is_served(self) -> bool:
+        return bool(self.page_size or self.features)
 
     @property
     def title(self) -> str:
@@ -117,12 +121,14 @@ def parallel_bn(*, model: str, m: int, **_: Any) -> TpaDecodeConfig:
     return TpaDecodeConfig(block_h=MODELS[model].heads, block_m=64, num_splits=max(2, m // 512))
 
 
-def kernel(name: str, config: Callable[..., TpaDecodeConfig | None], note: str) -> Provider:
+def kernel(
+    name: str, config: Callable[..., TpaDecodeConfig | None], note: str, **options: Any
+) -> Provider:
     def make(**point: Any) -> Function:
         call = partial(tpa_decode, implementation=implementation(), config=config(**point))
         return of_model(call, point["model"])
 
-    return Provider(name=name, make=make, kernel=True, note=note)
+    return Provider(name=name, make=make, kernel=True, note=note, **options)
 
 
 def function(name: str, call: Function, note: str, **options: Any) -> Provider:
@@ -133,25 +139,15 @@ def function(name: str, call: Function, note: str, **options: Any) -> Provider:
 
 
 def plain(
-    aq: Any,
-    ak: Any,
-    av: Any,
-    bq: Any,
-    bk: Any,
-    bv: Any,
-    *,
-    lengths: Any = None,
-    page_table: Any = None,
+    aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any, *, page_table: Any = None, **lengths: Any
 ) -> jax.Array:
     """Without the kernel's pages and eight bits: they are gathered and widened first."""
-    if page_table is None and bk.dtype == ak.dtype:
-        raise NotImplementedError("neither pages nor eight bits")
     bk, bv = bk.astype(ak.dtype), bv.astype(av.dtype)
     if page_table is not None:
         ak, av, bk, bv = (
             x[page_table].reshape(len(page_table), -1, *x.shape[2:]) for x in (ak, av, bk, bv)
         )
-    return tpa_decode(aq, ak, av, bq, bk, bv, lengths=lengths, implementation=implementation())
+    return tpa_decode(aq, ak, av, bq, bk, bv, **lengths, implementation=implementation())
 
 
 def einsum(aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any, **pages: Any) -> jax.Array:
@@ -172,6 +168,21 @@ def attend_in_torch(torch: Any, *, model: str, **_: Any) -> Function:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).swapaxes(1, 2)
 
     return of_model(call, model)
+
+
+def of_xopes(module: Any, *, model: str, **_: Any) -> Function:
+    if model != "seed" and not model.startswith("flash"):
+        raise NotImplementedError("queries, keys and values of factors without an axis of ranks")
+    return of_model(module.tpa_decode_parallel_bn_triton, model)
+
+
+def sizes(*, mode: str, model: str, batch: int, **_: Any) -> Sizes:
+    """The seeds' tables whole; of the other models a batch, and the gradient of two."""
+    if model == "seed":
+        return "all"
+    if mode == "bwd":
+        return "largest" if model in ("t6-34", "t6-47") and batch == 16 else "none"
+    return "largest" if batch == MODELS[model].batches[-1] else "none"
 
 
 def _check_is_plain(ak: Any, bk: Any, pages: dict[str, Any]) -> None:
@@ -200,32 +211,38 @@ def proposals(*, model: str, batch: int, m: int, **_: Any) -> list[Provider]:
     return [kernel(sweep.label(c), sweep.always(c), "") for c in (None, *configs)]
 
 
-TORCH = peers.provider(
-    "torch", attend_in_torch, f"scaled_dot_product_attention: {ROUNDED}", tolerance=8
-)
 BENCHMARK = Benchmark(
     op="tpa_decode",
     case=case,
     providers=(
-        kernel("plb", parallel_b, "parallel over b"),
-        kernel("plbh", parallel_bh, "parallel over b and h"),
-        kernel("plbn", parallel_bn, "parallel over b and parts of 512 keys"),
+        kernel("plb", parallel_b, "parallel over b", sizes="few"),
+        kernel("plbh", parallel_bh, "parallel over b and h", sizes="few"),
+        kernel("plbn", parallel_bn, "parallel over b and parts of 512 keys", sizes="few"),
         kernel("pallas", lambda **_: None, "the default: chosen by shape"),
         function(
-            "plain", plain, "pages gathered, eight bits widened, then the default", kernel=True
+            "plain",
+            plain,
+            "pages gathered, eight bits widened, then the default",
+            kernel=True,
+            has=lambda *, model, **_: MODELS[model].is_served,
         ),
-        function("jnp", reference.tpa_decode, "the reference, eager", jit=False),
+        function("jnp", reference.tpa_decode, "the reference, eager", **EAGER),
         function("jit", reference.tpa_decode, "the reference, jitted"),
-        function("naive", reference.tpa_decode_naive, f"{NAIVE}, eager", jit=False, tolerance=4),
-        function("naive jit", reference.tpa_decode_naive, f"{NAIVE}, jitted", tolerance=4),
-        function("einsum", einsum, f"jitted, less precise: {ROUNDED}", tolerance=8),
-        *([TORCH] if peers.installed("torch") else []),
+        function("naive", reference.tpa_decode_naive, f"{NAIVE}, eager", tolerance=4, **EAGER),
+        function(
+            "naive jit", reference.tpa_decode_naive, f"{NAIVE}, jitted", tolerance=4, sizes="few"
+        ),
+        function("einsum", einsum, f"jitted, less precise: {ROUNDED}", tolerance=8, sizes="few"),
+        *peers.pair(attend_in_torch, f"scaled_dot_product_attention: {ROUNDED}", tolerance=8),
+        peers.xopes("flash_attn.tpa.tpa_decode_triton", of_xopes, "tpa_decode_parallel_bn_triton"),
     ),
     x="m",
     grid={"model": tuple(MODELS), "batch": BATCHES, "m": SIZES},
     quick={"model": ("seed", "t6-34", "t6-47"), "batch": (8, 16), "m": (256, 2048, 32768)},
     small={"model": ("seed",), "batch": (2,), "m": (64, 256)},
     has=has,
+    sizes=sizes,
+    point_s=2.2,
     proposals=proposals,
 )
 

@@ -19,6 +19,7 @@ from benchmarks import (
     tpa_decode,
 )
 from benchmarks.cases import Benchmark
+from benchmarks.plan import Plan
 
 SMALLEST: dict[str, dict[str, Sequence[Any]]] = {
     "tpa_decode": {"model": ("t6-kv-22",), "batch": (3,), "m": (80,)},
@@ -92,7 +93,7 @@ def test_lrpe_cosine_has_the_tables_of_its_seeds_and_more() -> None:
     batch1 = "lrpe_cosine-speed-fwd-batch1-head12-dim128-act_none-bf16"
     assert titles(benchmark) == {*seeds, batch1}
     names = [provider.name for provider in benchmark.providers]
-    assert names == ["Pallas Sp", "Pallas Bp", "pallas", "jnp", "jit"]
+    assert names[:5] == ["Pallas Sp", "Pallas Bp", "pallas", "jnp", "jit"]
 
 
 def test_md_lrpe_cosine_has_the_tables_of_its_seeds() -> None:
@@ -128,7 +129,7 @@ def test_chunk_cumsum_decay_has_the_tables_of_its_seeds() -> None:
 @every_benchmark
 def test_columns_agree(benchmark: Benchmark) -> None:
     """In the mode that runs the most of each: a gradient takes the forward pass as well."""
-    plan = suite.Plan(
+    plan = Plan(
         mode=benchmark.modes[-1],
         dtypes=["bf16"],
         grid=SMALLEST[benchmark.op],
@@ -137,7 +138,7 @@ def test_columns_agree(benchmark: Benchmark) -> None:
     )
     (row,) = suite.run(benchmark, plan).tables[0].rows
     reasons = {cell.reason for cell in row.cells.values() if cell.reason}
-    assert reasons <= {"no NVIDIA GPU for PyTorch to run on", "neither pages nor eight bits"}
+    assert reasons <= {"no NVIDIA GPU for PyTorch to run on"}
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda b: b.op)

@@ -9,7 +9,9 @@ import pytest
 from jax.extend import backend
 from rich.progress import Progress
 
-from benchmarks import command, memory, report, suite
+from benchmarks import memory, report, runner, suite
+from benchmarks.plan import everything
+from benchmarks.records import Report
 from tests.benchmarks.toy import TOY, explode, provider, square, toy_plan
 
 
@@ -60,7 +62,7 @@ def test_planned_memory_counts_arguments_and_results() -> None:
 def test_peaks_come_last_each_from_a_pool_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    saved = tmp_path / "toy-fwd.md"
+    saved = tmp_path / "toy.json"
     log: list[str] = []
     peaks: Iterator[float | str] = iter([12.5, "full", 208.0, 0.0])
 
@@ -73,16 +75,32 @@ def test_peaks_come_last_each_from_a_pool_of_its_own(
     monkeypatch.setattr(backend, "clear_backends", lambda: log.append(saved.read_text()))
     monkeypatch.setattr(memory, "peak", peak)
     some = [p for p in TOY.providers if p.name in ("jit", "jnp", "wrong")]
-    plan = toy_plan(grid={"k": (1, 2), "n": (8,)}, providers=some)
-    (found,) = command._measured(TOY, [plan], tmp_path, Progress(disable=True))
+    works = everything(TOY, toy_plan(grid={"k": (1, 2), "n": (8,)}, providers=some))
+    (found,), dropped = runner.run(works, tmp_path, Progress(disable=True))
     kept, *pools = log
-    assert kept == "keep"
+    assert (kept, dropped) == ("keep", [])
     assert len(pools) == 4  # nothing is asked of what was wrong
-    assert all("toy-speed" in text and "toy-memory" not in text for text in pools)
+    assert "toy-{metric}-fwd-k2-f32" in pools[0]
     first, second = (table.rows[0].cells for table in found.tables)
     assert first["jnp"].memory_mib == 12.5
     assert first["jit"].memory_reason == "RuntimeError: full"
     assert second["jnp"].memory_mib == 208
     assert first["wrong"].memory_mib is None
-    assert saved.read_text() == report.markdown(found)
-    assert "toy-memory-fwd-k2-f32:" in saved.read_text()
+    assert Report.from_json(saved.read_text()) == found
+    assert "toy-memory-fwd-k2-f32:" in report.markdown(found)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_another_process_compiled_is_compiled_before_its_peak_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools: list[int] = []
+    peaks = iter((99.0, 1.0))
+    monkeypatch.setattr(memory, "new_pool", lambda: pools.append(1))
+    monkeypatch.setattr(memory, "peak", lambda: next(peaks))
+    some = [p for p in TOY.providers if p.name == "jit"]
+    (work,) = everything(TOY, toy_plan(grid={"k": (1,), "n": (8,)}, providers=some))
+    found = suite.run(TOY, work.plan)
+    suite.add_peaks(work, found, lambda _: None, compiled=())
+    assert len(pools) == 2
+    assert found.tables[0].rows[0].cells["jit"].memory_mib == 1

@@ -13,17 +13,35 @@ from tests import h200
 from tests.benchmarks.toy import explode
 
 
-def test_kernel_time_is_the_median_of_the_calls_sums() -> None:
+def test_each_call_has_the_sum_of_its_kernels() -> None:
     calls = [(1.0, 2.0), (1.0, 7.0), (1.5, 2.0)]
     kernels = [kernel for a, b in calls for kernel in (("attend", a), ("merge", b))]
-    assert timing.per_call(kernels, calls=3) == (3.5, 2)
+    assert timing.per_call(kernels, calls=3) == ([3.0, 8.0, 3.5], 2)
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "abba"])
 def test_kernel_time_is_a_mean_where_calls_cannot_be_told_apart(names: str) -> None:
     kernels = [(name, float(i)) for i, name in enumerate(names)]
     mean = sum(range(len(names))) / 2
-    assert timing.per_call(kernels, calls=2) == (mean, None)
+    assert timing.per_call(kernels, calls=2) == ([mean], None)
+
+
+def test_spread_is_the_middle_half_of_the_calls_over_the_median() -> None:
+    assert timing.spread([4.0, 1.0, 2.0, 3.0, 5.0]) == 2 / 3
+    assert timing.spread([4.0]) is None
+
+
+def test_slow_functions_are_called_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def call(_: timing.Rotation, function: Any) -> float:
+        calls.append(function)
+        return 1e4
+
+    monkeypatch.setattr(timing.Rotation, "call", call)
+    found = timing.measure(jnp.sin, (jnp.ones(1),), calls=50)
+    assert found.calls == timing.LEAST_CALLS
+    assert len(calls) == timing.WARM_UP + timing.LEAST_CALLS
 
 
 def test_no_kernels_is_an_error_and_not_a_time_of_zero() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from benchmarks import suite
 from benchmarks.cases import Benchmark, Case, Provider
+from benchmarks.plan import Plan
 
 
 def square(x: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ TOY = Benchmark(
     ),
     providers=(
         provider("pallas", kernel=True),
-        provider("jnp", jit=False),
+        provider("jnp", jit=False, sizes="largest"),
         provider("jit"),
         provider("wrong", off_by_one),
         provider("broken", explode),
@@ -51,6 +51,6 @@ TOY = Benchmark(
 )
 
 
-def toy_plan(**changes: Any) -> suite.Plan:
+def toy_plan(**changes: Any) -> Plan:
     given = {"mode": "fwd", "dtypes": ["f32"], "grid": TOY.grid, "providers": TOY.providers}
-    return suite.Plan(**{**given, "calls": 2, **changes})
+    return Plan(**{**given, "calls": 2, **changes})
