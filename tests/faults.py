@@ -11,7 +11,7 @@ import tempfile
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
-OPTIONS = "-q -x -m quick -n auto --maxprocesses 8 -p no:cacheprovider".split()
+OPTIONS = ("-q", "-x", "-m", "quick", "-n", "auto", "--maxprocesses", "8", "-p", "no:cacheprovider")
 
 
 class Fault(NamedTuple):
