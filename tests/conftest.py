@@ -1,6 +1,7 @@
 """What every test stands on: where JAX runs, how strict it is, and where the numbers come from."""
 
 import ctypes.util
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -33,6 +34,9 @@ if not _has_gpu():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # LLVM's optimiser is half the time of these tests, each a small program that runs once.
     _XLA_FLAGS.append("--xla_backend_optimization_level=0")
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        # There XLA's newer emitters for CPUs take half of what is left; later ones are fast.
+        _XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers share one card
@@ -45,6 +49,17 @@ hypothesis.settings.register_profile(
     "pallas_ops", deadline=None, derandomize=True, database=None, max_examples=20
 )
 hypothesis.settings.load_profile("pallas_ops")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each test the first case is quick (`-m quick`), unless it takes long."""
+    met = set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if test not in met and not any(map(item.get_closest_marker, ("slow", "cards", "large"))):
+            item.add_marker("quick")
+        met.add(test)
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ def test_reference_is_the_loop(rng: Rng, case: dict[str, Any], mode: dict[str, A
     assert_close(pulled("xla", **options)(*xs), truth(*xs, **options), terms=case["chunk_size"])
 
 
+@pytest.mark.slow
 def test_references_have_the_ops_arguments(rng: Rng) -> None:
     options: dict[str, Any] = dict(
         axis=-1,

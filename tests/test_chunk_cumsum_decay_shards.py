@@ -62,6 +62,7 @@ def some_bounds(rng: Rng, whole: int) -> jax.Array | None:
     return jnp.asarray(np.sort(rng.integers(0, whole + 1, rng.integers(1, 5))), jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("implementation", [None, "xla", "interpret"])
 def test_as_on_one_device(rng: Rng, seed: int, implementation: Any) -> None:
@@ -118,6 +119,7 @@ def test_a_scale_that_is_an_array(rng: Rng) -> None:
     assert_close(got(scale, x), want(scale, x), terms=64)
 
 
+@pytest.mark.slow
 def test_second_derivatives_and_vmap(rng: Rng) -> None:
     mesh, x = shards.line(4), random_array(rng, (2, 12, 3))
     fn = partial(pallas_ops.chunk_cumsum_decay, axis=0, chunk_size=5, shift="sequence")
@@ -180,6 +182,7 @@ def test_no_exchange_is_larger_than_the_totals(
         assert max(map(max, found.values()), default=0) <= 8 * b * c
 
 
+@pytest.mark.slow
 def test_packed_sequences_exchange_totals_alone(rng: Rng) -> None:
     x, mesh, bounds = random_array(rng, (2, 1024, 3)), shards.line(8), jnp.array([5, 300, 1000])
     for chunk_size, kind in ((64, "collective-permute"), (200, "all-gather")):
@@ -189,6 +192,7 @@ def test_packed_sequences_exchange_totals_alone(rng: Rng) -> None:
         assert max(found[kind]) <= 8 * 2 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_kernels_start_from_a_carry(rng: Rng, axis: int, reverse: bool) -> None:

@@ -39,6 +39,7 @@ def test_reverse_mode(rng: Rng, op: TestedOp, implementation: Any, order: int) -
     check(fn, xs[: op.num_floating], order=order, modes=("rev",), eps=eps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS, ids=words)
 def test_both_modes_of_the_reference(rng: Rng, op: TestedOp) -> None:
     """In float64, where differences are exact enough to tell much."""

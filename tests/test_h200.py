@@ -36,6 +36,7 @@ def _call(kernel: Callable[..., None], n: int, num_warps: int, x: jax.Array) -> 
     )(x)
 
 
+@pytest.mark.slow
 def test_compile_tells_registers_and_spills() -> None:
     def spills(num_warps: int) -> int:
         fn = functools.partial(_call, _gram_kernel, 128, num_warps)

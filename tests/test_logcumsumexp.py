@@ -84,6 +84,7 @@ LONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", LONG)
 def test_a_long_odd_axis(rng: Rng, options: dict[str, Any]) -> None:
     """Each gradient is held to the size of what it is a sum of."""
@@ -159,6 +160,7 @@ def test_segments_of_each_batch_element(rng: Rng, in_axes: Any) -> None:
     assert_close(batched(KERNEL, config=config), batched("xla"), terms=45)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("used", [0, 1])
 def test_an_unused_result_has_no_gradient(rng: Rng, used: int) -> None:
     """The other one's is as with an explicit zero."""

@@ -119,6 +119,7 @@ def test_many_small_numbers_come_to_something(rng: Rng, config: dict[str, Any]) 
     assert_exact(got, in_float64(pulled("xla", **kwargs), *xs), xs[2], kwargs["axis"])
 
 
+@pytest.mark.slow
 def test_loads_that_run_ahead_reach_no_exact_tile(rng: Rng) -> None:
     """A card gave NaN here, when what an exact tile needs was read behind the next tile's load."""
     config = LogcumsumexpConfig(block_n=64, block_c=64, block_exact=8, num_warps=2, num_stages=2)

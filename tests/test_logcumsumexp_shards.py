@@ -207,6 +207,7 @@ def test_explicit_types(rng: Rng) -> None:
     assert_close(got, want, terms=24)
 
 
+@pytest.mark.slow
 def test_no_exchange_is_larger_than_the_states(rng: Rng) -> None:
     """On eight CPUs, and compiled for eight H200s."""
     b, n, c = 2, 1024, 3
@@ -230,6 +231,7 @@ def test_no_exchange_is_larger_than_the_states(rng: Rng) -> None:
         assert program.collectives == {"all-gather": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_kernels_of_a_shard(rng: Rng, axis: int, reverse: bool) -> None:
@@ -255,6 +257,7 @@ def test_kernels_of_a_shard(rng: Rng, axis: int, reverse: bool) -> None:
                 assert_close(got, want, terms=64)
 
 
+@pytest.mark.slow
 def test_h200s_launch_every_kernel_once() -> None:
     """By name and by jit: XLA sees that both passes need the same totals and states.
 

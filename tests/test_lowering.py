@@ -149,6 +149,7 @@ def test_every_variant_compiles(config: dict[str, int]) -> None:
     assert ("cp.async" in ptx(program, "tpa_decode")) == ("num_stages" not in config)
 
 
+@pytest.mark.slow
 def test_decode_offsets_beyond_two_to_the_31() -> None:
     """Between batch elements and, in a longer cache than the card can hold, within one."""
     xs = TPA_DECODE.structs(BF16, b=32, m=2**20 + 1)

@@ -82,6 +82,7 @@ def test_softmax_of_large_and_missing_numbers(rng: Rng, implementation: Any) -> 
         assert_close(pulled(by_name(fn, mesh))(y, theta, do), want, terms=64)
 
 
+@pytest.mark.slow
 def test_several_mesh_axes_and_a_cache_of_angles(rng: Rng) -> None:
     mesh = Mesh(np.reshape(jax.devices("cpu"), (4, 2)), ("x", "y"))
     x, theta, do = arrays(rng, 16)
@@ -130,6 +131,7 @@ def test_second_derivatives_and_vmap(rng: Rng, implementation: Any) -> None:
     assert_close(second(by_name(mapped, mesh)), second(mapped), terms=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_grids_and_types(rng: Rng, kind: AxisType) -> None:
     """By jit, on a grid with prefix tokens, rows of which end within shards."""

@@ -6,7 +6,10 @@ import socket
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_two_processes_agree_with_one_device() -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

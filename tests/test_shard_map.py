@@ -62,6 +62,7 @@ def layouts(op: TestedOp) -> list[Layout]:
 LAYOUTS = [(op, layout) for op in OPS for layout in layouts(op)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "layout"), LAYOUTS, ids=words)
 def test_gradients_outside_and_inside(rng: Rng, op: TestedOp, layout: Layout) -> None:
     """Either way, replicated operands get the sum of the devices' gradients."""
@@ -81,6 +82,7 @@ def test_gradients_outside_and_inside(rng: Rng, op: TestedOp, layout: Layout) ->
     assert_close(jax.jit(inside)(weights, xs), grads[: op.num_floating], terms=TERMS)
 
 
+@pytest.mark.slow
 @every_op
 def test_grad_of_grad(rng: Rng, op: TestedOp) -> None:
     xs = op.even_arguments(rng)
@@ -95,6 +97,7 @@ def test_grad_of_grad(rng: Rng, op: TestedOp) -> None:
     assert_close(got, want, terms=TERMS)
 
 
+@pytest.mark.slow
 @every_op
 def test_vmap_outside_and_inside(rng: Rng, op: TestedOp) -> None:
     layout = {op.split[0]: "x"}
@@ -133,6 +136,7 @@ def decode_all(*xs: jax.Array, **kwargs: Any) -> Any:
     return pallas_ops.tpa_decode_with_lse(*xs[:6], **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "window"), [(1, None), (3, None), (1, 9), (3, 13)])
 def test_lengths_count_over_a_split_cache(rng: Rng, n: int, window: int | None) -> None:
     """Shards are empty, partly filled and full; gradients are taken outside and inside."""
@@ -154,6 +158,7 @@ def test_lengths_count_over_a_split_cache(rng: Rng, n: int, window: int | None) 
     assert_close(jax.jit(inside)(weights, xs), grads[:6], terms=TERMS)
 
 
+@pytest.mark.slow
 def test_split_cache_loses_no_precision(rng: Rng) -> None:
     xs = TPA_DECODE.arguments(rng, jnp.bfloat16, n=3, m=32)
     fn = partial(decode_all, axis_name="x", implementation="interpret")
@@ -162,6 +167,7 @@ def test_split_cache_loses_no_precision(rng: Rng) -> None:
     assert_as_good_as_reference(jax.jit(over_the_cache(fn))(*xs), own, truth)
 
 
+@pytest.mark.slow
 def test_without_the_replication_check_gradients_are_the_same(rng: Rng) -> None:
     xs = TPA_DECODE.arguments(rng, b=5, n=3, m=32)
     weights = random_cotangents(rng, jax.eval_shape(decode, *xs))
@@ -174,6 +180,7 @@ def test_without_the_replication_check_gradients_are_the_same(rng: Rng) -> None:
     assert_close((out, grads[:6]), (want[0], want[1][:6]), terms=TERMS)
 
 
+@pytest.mark.slow
 def test_h200s_merge_a_split_cache_in_one_exchange() -> None:
     mesh = h200.h200_mesh(x=8)
     xs = TPA_DECODE.structs(jnp.bfloat16)

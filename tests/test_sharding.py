@@ -65,6 +65,7 @@ LAYOUTS = [(op, layout) for op in OPS for layout in layouts(op)]
 WHOLE = [(op, {op.split[0]: "y", axis: "x"}) for op in OPS for axis in op.unsharded]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "layout"), LAYOUTS, ids=words)
 def test_split_axes_stay_split(rng: Rng, op: TestedOp, layout: Layout) -> None:
     mesh = cpu_mesh()
@@ -85,6 +86,7 @@ def test_split_axes_stay_split(rng: Rng, op: TestedOp, layout: Layout) -> None:
     assert_sharded(got, op.operands[: op.num_floating], mesh, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "layout"), WHOLE, ids=words)
 def test_other_axes_are_gathered(rng: Rng, op: TestedOp, layout: Layout) -> None:
     mesh = cpu_mesh()
@@ -109,6 +111,7 @@ MERGED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "kind", "implementation"),
     [
@@ -140,6 +143,7 @@ def test_parts_of_an_axis_are_merged_in_one_exchange(
     assert_close(got, grads[: op.num_floating], terms=TERMS)
 
 
+@pytest.mark.slow
 def test_parts_of_a_cache_without_lengths(rng: Rng) -> None:
     """Where shards need some: several queries, a window; under vmap, and with all of the digits."""
     op, mesh = OPS[0], cpu_mesh()
@@ -240,6 +244,7 @@ def test_features_that_explicit_axes_split(
         assert_sharded((out, *grads), axes * 2, mesh, layout)
 
 
+@pytest.mark.slow
 def test_a_mesh_axis_that_a_reshape_cuts_in_two(rng: Rng) -> None:
     """Half of it splits one axis, half another; such halves have no name, so both are gathered."""
     mesh = Mesh(np.array(jax.devices()[:8]), "x")

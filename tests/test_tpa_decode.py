@@ -122,6 +122,7 @@ def test_scores_in_the_tens_keep_their_precision(rng: Rng, dtype: Any) -> None:
     assert_as_good_as_reference(both(KERNEL)(*xs), both("xla")(*xs), loop(xs, [128] * 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_float32_queries_beside_a_cache_of_16_bits(
@@ -164,6 +165,7 @@ def test_every_config_gives_the_same(rng: Rng, config: dict[str, int], dtype: An
     assert_close(got, loop(xs, lengths), terms=70)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [case(block_h=16), case(block_h=4, block_m=8), case(block_h=5)])
 def test_every_config_of_several_ranks_gives_the_same(rng: Rng, config: dict[str, int]) -> None:
     xs = factors(rng, jnp.bfloat16, n=2, m=67, h=21, rk=4, rv=2)
@@ -301,6 +303,7 @@ def test_gradient_of_many_rows_falls_back(rng: Rng) -> None:
 # Windows and batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("shape", WINDOWS)

@@ -8,6 +8,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import pallas_ops
 from tests.batches import batched, loop
@@ -52,6 +53,7 @@ def test_eager_jit_and_disabled_jit(rng: Rng, op: TestedOp) -> None:
         assert_close(op.fn(*xs, implementation=KERNEL), want, terms=TERMS)
 
 
+@pytest.mark.slow
 @every_op
 def test_64_bit_mode_changes_nothing(rng: Rng, op: TestedOp) -> None:
     xs = op.arguments(rng)
@@ -114,6 +116,7 @@ def count_runs(op: TestedOp, jaxpr: Any) -> int:
     return [eqn.params["bound"].op.name for eqn in here].count(op.name) + sum(below)
 
 
+@pytest.mark.slow
 @every_op
 def test_forward_mode_of_the_reference(rng: Rng, op: TestedOp) -> None:
     xs = op.arguments(rng)

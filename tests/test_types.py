@@ -11,6 +11,7 @@ import pytest
 SCRIPT = pathlib.Path(__file__).with_name("user_script.py")
 
 
+@pytest.mark.slow
 def test_the_script_runs() -> None:
     assert runpy.run_path(str(SCRIPT))["out"].shape == (2, 6, 2, 4)
 
@@ -21,6 +22,7 @@ CHECKERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", CHECKERS, ids=["mypy", "pyright"])
 def test_type_checkers_accept_it(command: list[str], tmp_path: pathlib.Path) -> None:
     """From another folder, so that the package is installed to them and not their own."""
@@ -33,6 +35,7 @@ def test_type_checkers_accept_it(command: list[str], tmp_path: pathlib.Path) -> 
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.slow
 def test_type_checkers_refuse_what_the_ops_refuse(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed: pip install -e '.[dev]'")
     wrong = tmp_path / "wrong.py"

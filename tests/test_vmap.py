@@ -85,6 +85,7 @@ def test_vmap_of_vmap(rng: Rng, op: TestedOp, mix: str) -> None:
     assert_close(jax.jit(kernel)(*xs), reference(*xs), terms=TERMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", ["all-all", "all-some", "some-others"])
 @every_op
 def test_vmap_of_grad_and_grad_of_vmap(rng: Rng, op: TestedOp, mix: str) -> None:

@@ -126,6 +126,7 @@ def test_chunk_cumsum_decay_has_the_tables_of_its_seeds() -> None:
     assert len(set(titles)) == len(titles)
 
 
+@pytest.mark.slow
 @every_benchmark
 def test_columns_agree(benchmark: Benchmark) -> None:
     """In the mode that runs the most of each: a gradient takes the forward pass as well."""
@@ -149,6 +150,7 @@ def test_proposals_are_many_and_lead_with_the_default(benchmark: Benchmark) -> N
     assert 10 < len(set(names)) == len(names) < 150
 
 
+@pytest.mark.slow
 @every_benchmark
 def test_command(benchmark: Benchmark) -> None:
     """Without a card: small shapes."""

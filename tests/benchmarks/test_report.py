@@ -39,6 +39,7 @@ def test_seconds_to_compile_are_those_of_what_is_jitted() -> None:
     assert "copy" not in found
 
 
+@pytest.mark.slow
 def test_json_tells_all_and_another_run_replaces_its_own_tables(tmp_path: pathlib.Path) -> None:
     both = suite.run(TOY, toy_plan())
     assert Report.from_json(both.to_json()) == both

@@ -58,6 +58,7 @@ def test_planned_memory_counts_arguments_and_results() -> None:
         memory.planned(square, (x,))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 def test_peaks_come_last_each_from_a_pool_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
