@@ -87,7 +87,7 @@ def noticed(fault: Fault) -> str:
         run = [sys.executable, "-m", "pytest", *OPTIONS]
         result = subprocess.run(run, cwd=copy, capture_output=True, text=True, check=False)
         failed = [x for x in result.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
-        assert result.returncode == bool(failed), result.stdout[-2000:]
+        assert bool(result.returncode) == bool(failed), result.stdout[-2000:]
         return failed[0] if failed else ""
 
 
