@@ -86,7 +86,8 @@ def noticed(fault: Fault) -> str:
         path.write_text(text.replace(fault.right, fault.wrong))
         run = [sys.executable, "-m", "pytest", *OPTIONS]
         result = subprocess.run(run, cwd=copy, capture_output=True, text=True, check=False)
-        failed = [x for x in result.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
+        lines = result.stdout.splitlines()
+        failed = [x for x in lines if x.startswith(("FAILED tests", "ERROR tests"))]
         assert bool(result.returncode) == bool(failed), result.stdout[-2000:]
         return failed[0] if failed else ""
 
