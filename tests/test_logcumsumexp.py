@@ -162,17 +162,17 @@ def test_segments_of_each_batch_element(rng: Rng, in_axes: Any) -> None:
 
 @pytest.mark.parametrize("reverse", [True, False])
 def test_many_segments(rng: Rng, reverse: bool) -> None:
-    """Whose totals a launch of its own scans."""
+    """20 of a column: more than 16, so a launch of its own scans their totals."""
     config = LogcumsumexpConfig(block_n=2, block_c=1, block_exact=2, num_segments=20)
     args, cotangents = (
-        (random_array(rng, (45, 3)), random_array(rng, (1, 3))) for _ in ("args", "cotangents")
+        (random_array(rng, (79, 3)), random_array(rng, (1, 3))) for _ in ("args", "cotangents")
     )
 
     def run(implementation: Any, **options: Any) -> Any:
         fn = both(implementation, axis=0, reverse=reverse, **options)
         return value_and_vjp(fn, args, cotangents)
 
-    assert_close(run(KERNEL, config=config), run("xla"), terms=45)
+    assert_close(run(KERNEL, config=config), run("xla"), terms=79)
 
 
 @pytest.mark.slow
