@@ -17,7 +17,7 @@ import jax
 from benchmarks import timing
 from benchmarks.cases import Function, Provider
 
-PACKAGES = {"torch": "torch", "fla": "flash-linear-attention", "xopes": "xopes"}
+PACKAGES = {"torch": "torch", "fla": "fla-core", "xopes": "xopes"}
 
 
 def installed(*modules: str) -> bool:
@@ -74,7 +74,8 @@ def xopes(module: str, make: Callable[..., Function], note: str) -> Provider:
     def imported(_: Any, **point: Any) -> Function:
         return make(importlib.import_module(f"xopes.ops.{module}"), **point)
 
-    return provider("xopes", imported, f"xopes' Triton kernel: {note}", "xopes")
+    note = f"xopes' Triton kernel, which tries its launches first: {note}"
+    return provider("xopes", imported, note, "xopes", sizes="largest")
 
 
 class Adapted:
