@@ -145,6 +145,7 @@ PEERS = (
         with_options(fla_cumsum),
         "chunk_local_cumsum; a shift is made for it by torch.cat",
         "fla",
+        sizes="largest",  # it tries its launches first
     ),
     peers.xopes("cumsum.chunk_cumsum_decay", of_xopes, "chunk_cumsum_decay_triton"),
 )

@@ -1,14 +1,14 @@
 """How much device memory a call needs at its peak, inputs included, in MiB.
 
-On a GPU it is the allocator's own peak. That cannot be reset, so each case gets a new allocator;
-since XLA tries kernels out on scratch memory while it compiles, the case is compiled before; and
-since a pool that grows hands out more than is asked for (32 MiB for 24), the pool has one size. On
-a CPU, which keeps no such count, it is what XLA planned for the program.
+Of a jitted function it is what XLA laid out for its program, which is what the allocator then hands
+out; PyTorch counts its own. An eager function of JAX runs many programs, so it is the allocator's
+peak. That cannot be reset, so such a case gets a new allocator; since XLA tries kernels out on
+scratch memory while it compiles, the case is compiled before; and since a pool that grows hands out
+more than is asked for (32 MiB for 24), the pool has one size.
 """
 
 import gc
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,16 +19,20 @@ from benchmarks import peers
 MIB = 2**20
 
 
+def planned(function: Any, arguments: tuple[Any, ...]) -> float | None:
+    """Arguments, results and temporaries of one call; None if no one has an account of them."""
+    if isinstance(function, peers.Adapted):
+        return float(sum(x.nbytes for x in arguments) + function.peak_bytes(*arguments)) / MIB
+    if not hasattr(function, "lower"):
+        return None
+    plan = function.lower(*arguments).compile().memory_analysis()
+    used = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+    return float(used - plan.alias_size_in_bytes) / MIB
+
+
 def fix_pool() -> None:
     """Gives JAX a pool of one size; it asks once in a process."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
-
-
-def new_pool() -> None:
-    """Starts JAX anew: all that was on the device is gone."""
-    gc.collect()  # an array that is left would hold on to the old pool
-    peers.forget()
-    backend.clear_backends()
 
 
 def keep_compilations(folder: str) -> None:
@@ -41,18 +45,15 @@ def keep_compilations(folder: str) -> None:
         jax.config.update(name, value)
 
 
+def new_pool() -> None:
+    """Starts JAX anew: all that was on the device is gone."""
+    gc.collect()  # an array that is left would hold on to the old pool
+    backend.clear_backends()
+
+
 def peak() -> float:
-    """The most that the pool ever held; PyTorch keeps an account of its own."""
+    """The most that the pool ever held."""
     stats = jax.devices()[0].memory_stats()
     if not stats or "peak_bytes_in_use" not in stats:
         raise RuntimeError("the device's allocator keeps no peak")
-    return float(stats["peak_bytes_in_use"] + peers.peak_bytes()) / MIB
-
-
-def planned(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-    """Arguments, results and temporaries of a jitted function, as XLA laid them out."""
-    if not hasattr(function, "lower"):
-        raise ValueError("not jitted, so there is no one program to analyse")
-    plan = function.lower(*arguments).compile().memory_analysis()
-    used = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
-    return float(used - plan.alias_size_in_bytes) / MIB
+    return float(stats["peak_bytes_in_use"]) / MIB

@@ -79,36 +79,21 @@ def xopes(module: str, make: Callable[..., Function], note: str) -> Provider:
 
 
 class Adapted:
-    """A function of tensors as one of JAX's arrays.
-
-    The first call is made twice: compilation and tuning are no part of the peak.
-    """
+    """A function of tensors as one of JAX's arrays."""
 
     def __init__(self, torch: Any, function: Function) -> None:
         self._torch = torch
         self._function = torch.no_grad()(function)
-        self._is_first = True
 
     def __call__(self, *arrays: jax.Array) -> Any:
-        tensors = [self._torch.from_dlpack(x) for x in arrays]
-        if self._is_first:
-            self._function(*tensors)
-            self._torch.cuda.synchronize()
-            self._torch.cuda.reset_peak_memory_stats()
-            self._is_first = False
-        result = self._function(*tensors)
+        result = self._function(*map(self._torch.from_dlpack, arrays))
         self._torch.cuda.synchronize()  # as block_until_ready, which does not know this stream
         return jax.dlpack.from_dlpack(result)
 
-
-def forget() -> None:
-    """Gives back what PyTorch keeps for later calls, and has its peak start anew."""
-    if torch := sys.modules.get("torch"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_bytes() -> int:
-    """The most that PyTorch's own allocator held, if it has been used at all."""
-    torch = sys.modules.get("torch")
-    return int(torch.cuda.max_memory_allocated()) if torch else 0
+    def peak_bytes(self, *arrays: jax.Array) -> int:
+        """The most that one more call takes of PyTorch's own memory, in which its result is."""
+        cuda = self._torch.cuda
+        kept = cuda.memory_allocated()
+        cuda.reset_peak_memory_stats()
+        self(*arrays)
+        return int(cuda.max_memory_allocated() - kept)

@@ -9,8 +9,7 @@ from typing import Any
 from benchmarks import cases, peers
 from benchmarks.cases import Benchmark, Case, Grid, Point, Provider, Sizes
 
-# Seconds beside an H200: a row's truth, a slow column, a peak of memory in a new pool.
-ROW_S, SLOW_S, PEAK_S = 0.7, 3.0, 1.3
+ROW_S, SLOW_S = 0.7, 5.0  # seconds beside an H200: a row's truth, a slow column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,6 @@ class Work:
     dtype: str
     point: Point
     providers: Sequence[Provider]
-    peaks: bool = True  # of memory, which on a GPU come after all times
 
     @property
     def optional(self) -> bool:
@@ -66,9 +64,7 @@ class Work:
 
     def seconds(self) -> float:
         """An estimate."""
-        times = sum(SLOW_S if slow(p) else self.benchmark.point_s for p in self.providers)
-        peaks = PEAK_S * len(self.providers) * (self.peaks and "memory" in self.plan.metrics)
-        return ROW_S + times + peaks
+        return ROW_S + sum(SLOW_S if slow(p) else self.benchmark.point_s for p in self.providers)
 
 
 def everything(benchmark: Benchmark, plan: Plan) -> list[Work]:
@@ -88,8 +84,8 @@ def everything(benchmark: Benchmark, plan: Plan) -> list[Work]:
 def selected(benchmark: Benchmark, plan: Plan, *, step: int = 2) -> list[Work]:
     """Of every `step`th size, down from the largest, those that table and column ask for.
 
-    Tables of few sizes have the columns that ask for all. Memory is measured at the largest. Slow
-    columns are works of their own, which can be dropped.
+    Tables of few sizes have the columns that ask for all. Slow columns are works of their own,
+    which can be dropped.
     """
     tables: dict[Any, list[tuple[str, Point]]] = {}
     for dtype, point in plan.points():
@@ -112,7 +108,6 @@ def selected(benchmark: Benchmark, plan: Plan, *, step: int = 2) -> list[Work]:
                 dtype=dtype,
                 point=point,
                 providers=kept,
-                peaks=i == len(points) - 1,
             )
             for is_slow in (False, True):
                 some = [p for p in kept if slow(p) == is_slow]

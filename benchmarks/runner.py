@@ -5,7 +5,7 @@ import functools
 import pathlib
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from absl import app
 from rich.console import Console
@@ -33,45 +33,25 @@ def run(
 ) -> tuple[list[Report], list[Work]]:
     """The reports, one an op, and the optional works that there was no time for.
 
-    All times come first, then peaks of memory, then optional works, those that move least first.
+    The optional ones come last, those that move least first.
     """
     deadline = time.monotonic() + 60 * minutes if minutes else float("inf")
     reports = {
         op: _opened(op, folder, resume) for op in dict.fromkeys(w.benchmark.op for w in works)
     }
-    compiled: dict[str, Collection[str]] = {}
-    on_gpu = timing.on_gpu()
-    peaks = [w for w in works if on_gpu and w.peaks and "memory" in w.plan.metrics]
-    steps = sum(len(work.providers) for work in (*works, *peaks))
+    steps = sum(len(work.providers) for work in works)
     advance = functools.partial(_advance, progress, progress.add_task("", total=steps))
 
-    def save(work: Work) -> None:
-        if folder:
-            records.save(reports[work.benchmark.op], folder)
-
-    def add_times(work: Work) -> None:
-        compiled[str(work)] = suite.measure(work, reports[work.benchmark.op], advance)
-        save(work)
-
-    def add_peaks(work: Work) -> None:
-        if work in peaks:
-            suite.add_peaks(work, reports[work.benchmark.op], advance, compiled[str(work)])
-            save(work)
-
+    ordered = sorted(works, key=lambda work: work.bytes if work.optional else -1)
     with tempfile.TemporaryDirectory() as cache:
-        if peaks:
+        if timing.on_gpu():
             memory.keep_compilations(cache)
-        main = [work for work in works if not work.optional]
-        for work in main:
-            add_times(work)
-        for work in main:
-            add_peaks(work)
-        optional = sorted((work for work in works if work.optional), key=lambda work: work.bytes)
-        for i, work in enumerate(optional):
-            if time.monotonic() > deadline:
-                return list(reports.values()), optional[i:]
-            add_times(work)
-            add_peaks(work)
+        for i, work in enumerate(ordered):
+            if work.optional and time.monotonic() > deadline:
+                return list(reports.values()), ordered[i:]
+            suite.measure(work, reports[work.benchmark.op], advance)
+            if folder:
+                records.save(reports[work.benchmark.op], folder)
     return list(reports.values()), []
 
 

@@ -1,4 +1,4 @@
-"""One run: each case is held to the truth, then timed, then its memory is measured."""
+"""One run: each case is held to the truth, then timed, and its memory counted."""
 
 import dataclasses
 import hashlib
@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,10 +22,8 @@ from benchmarks.plan import Plan, Work, everything
 Advance = Callable[[str], None]
 
 
-def measure(
-    work: Work, report: records.Report, advance: Advance = lambda _: None
-) -> Collection[str]:
-    """Adds to the report the columns that a row lacks, and names them.
+def measure(work: Work, report: records.Report, advance: Advance = lambda _: None) -> None:
+    """Adds to the report the columns that a row lacks.
 
     What goes wrong stops nothing else.
     """
@@ -51,12 +49,13 @@ def measure(
         advance(str(work))
     if todo:
         table.date += "" if today in table.date else f", {today}"
-        _fill_row(work, table, row, todo, advance)
-    return {provider.name for provider in todo}
+        row = _fill_row(work, table, row, todo, advance)
+        if timing.on_gpu() and "memory" in plan.metrics:
+            _fill_peaks(work, row, todo)
 
 
 def run(benchmark: Benchmark, plan: Plan, advance: Advance = lambda _: None) -> records.Report:
-    """Everything in the plan, but peaks."""
+    """Everything in the plan."""
     report = records.Report(op=benchmark.op, environment=environment())
     for work in everything(benchmark, plan):
         measure(work, report, advance)
@@ -64,10 +63,9 @@ def run(benchmark: Benchmark, plan: Plan, advance: Advance = lambda _: None) -> 
 
 
 def _metrics(plan: Plan) -> list[str]:
-    """What `run` measures: kernel and compile times take a GPU, and peaks there come later."""
+    """What `run` measures: kernel and compile times take a GPU."""
     times = ["speed", "wall", "compile"] if timing.on_gpu() else ["wall"]
-    sizes = [] if timing.on_gpu() else ["memory"]
-    return times * ("speed" in plan.metrics) + sizes * ("memory" in plan.metrics)
+    return times * ("speed" in plan.metrics) + ["memory"] * ("memory" in plan.metrics)
 
 
 def _fill_row(
@@ -76,7 +74,7 @@ def _fill_row(
     row: records.Row | None,
     providers: Sequence[Provider],
     advance: Advance,
-) -> None:
+) -> records.Row:
     case, plan = work.case, work.plan
     inputs = cases.inputs(case)
     want = cases.truth(case, inputs, mode=plan.mode)
@@ -101,6 +99,19 @@ def _fill_row(
         if row.copy.kernel_ms and cell.kernel_ms:
             cell.of_copy = row.copy.kernel_ms / cell.kernel_ms
         row.cells[provider.name] = cell
+    return row
+
+
+def _fill_peaks(work: Work, row: records.Row, providers: Sequence[Provider]) -> None:
+    """Runs what came out right, and nobody counted, once more: each in a pool of its own."""
+    for provider in providers:
+        cell = row.cells[provider.name]
+        if cell.memory_mib is None and not cell.reason:
+            try:
+                memory.new_pool()
+                cell.memory_mib = _peak(work.case, provider, work.point, work.plan.mode)
+            except Exception as error:
+                cell.memory_reason = _reason(error)
 
 
 def _cell(
@@ -122,11 +133,10 @@ def _cell(
         return records.Cell(error=error)
     cell = _timed(function, arguments, plan) if "speed" in plan.metrics else records.Cell()
     cell.error, cell.compile_s = error, compile_s if provider.jit else None
-    if "memory" in plan.metrics and not timing.on_gpu():
-        try:
-            cell.memory_mib = memory.planned(function, arguments)
-        except ValueError as refusal:
-            cell.memory_reason = str(refusal)
+    if "memory" in plan.metrics:
+        cell.memory_mib = memory.planned(function, arguments)
+        if cell.memory_mib is None and not timing.on_gpu():
+            cell.memory_reason = "not jitted, so there is no one program to analyse"
     return cell
 
 
@@ -139,29 +149,6 @@ def _reason(error: Exception) -> str:
     text = (str(error).strip() or repr(error)).splitlines()[0][:200]
     refusal = isinstance(error, ValueError | NotImplementedError)
     return text if refusal else f"{type(error).__name__}: {text}"
-
-
-def add_peaks(
-    work: Work, report: records.Report, advance: Advance, compiled: Collection[str]
-) -> None:
-    """Runs what came out right once more, each column in a pool of its own.
-
-    Twice, if it was not `compiled` by this process, since compilers take memory as well.
-    """
-    table = next(table for table in report.tables if table.title == work.title)
-    row = table.row(work.point)
-    table.metrics += ["memory"] * ("memory" not in table.metrics)
-    for provider in work.providers:
-        advance(f"{work} {provider.name}: memory")
-        cell = row.cells.get(provider.name) if row else None
-        if cell and not (cell.reason or cell.memory_reason or cell.memory_mib):
-            try:
-                for _ in range(1 if provider.name in compiled else 2):
-                    memory.new_pool()
-                    peak = _peak(work.case, provider, work.point, table.mode)
-                cell.memory_mib = peak
-            except Exception as error:
-                cell.memory_reason = _reason(error)
 
 
 def _peak(case: Case, provider: Provider, point: Point, mode: str) -> float:
@@ -184,7 +171,7 @@ def environment() -> dict[str, Any]:
         "absent": ", ".join(name for name, version in versions.items() if version == "absent"),
         "kernels": _fingerprint(),
         "cache": "cold" if timing.on_gpu() else "warm",
-        "memory": "allocator's peak, fixed pool" if timing.on_gpu() else "XLA's plan, not measured",
+        "memory": "XLA's plan; of eager functions the allocator's peak",
     }
     return {name: value for name, value in found.items() if value}
 

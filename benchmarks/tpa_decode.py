@@ -228,11 +228,11 @@ BENCHMARK = Benchmark(
         ),
         function("jnp", reference.tpa_decode, "the reference, eager", **EAGER),
         function("jit", reference.tpa_decode, "the reference, jitted"),
-        function("naive", reference.tpa_decode_naive, f"{NAIVE}, eager", tolerance=4, **EAGER),
+        function("naive", reference.tpa_decode_naive, f"{NAIVE}, eager", tolerance=8, **EAGER),
         function(
-            "naive jit", reference.tpa_decode_naive, f"{NAIVE}, jitted", tolerance=4, sizes="few"
+            "naive jit", reference.tpa_decode_naive, f"{NAIVE}, jitted", tolerance=8, sizes="few"
         ),
-        function("einsum", einsum, f"jitted, less precise: {ROUNDED}", tolerance=8, sizes="few"),
+        function("einsum", einsum, f"jitted, less precise: {ROUNDED}", tolerance=32, sizes="few"),
         *peers.pair(attend_in_torch, f"scaled_dot_product_attention: {ROUNDED}", tolerance=8),
         peers.xopes("flash_attn.tpa.tpa_decode_triton", of_xopes, "tpa_decode_parallel_bn_triton"),
     ),

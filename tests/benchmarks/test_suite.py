@@ -1,4 +1,4 @@
-"""A run has every number or the reason why not, and peaks of memory come last."""
+"""A run has every number or the reason why not."""
 
 import pathlib
 from collections.abc import Iterator
@@ -53,19 +53,20 @@ def test_a_gpu_times_kernels_and_the_copy() -> None:
 
 def test_planned_memory_counts_arguments_and_results() -> None:
     x = jnp.zeros(2**18, jnp.float32)
-    assert 2 <= memory.planned(jax.jit(square), (x,)) < 2.1
-    with pytest.raises(ValueError, match="not jitted"):
-        memory.planned(square, (x,))
+    assert 2 <= (memory.planned(jax.jit(square), (x,)) or 0) < 2.1
+    assert memory.planned(square, (x,)) is None
+    cells = suite.run(TOY, toy_plan()).tables[0].rows[1].cells
+    assert (cells["jit"].memory_mib or 0) >= 2 * 4 * 2048 / memory.MIB
+    assert "not jitted" in str(cells["jnp"].memory_reason)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
-def test_peaks_come_last_each_from_a_pool_of_its_own(
+def test_an_eager_function_has_the_peak_of_a_pool_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    saved = tmp_path / "toy.json"
     log: list[str] = []
-    peaks: Iterator[float | str] = iter([12.5, "full", 208.0, 0.0])
+    peaks: Iterator[float | str] = iter([12.5, "full"])
 
     def peak() -> float:
         if isinstance(found := next(peaks), str):
@@ -73,35 +74,15 @@ def test_peaks_come_last_each_from_a_pool_of_its_own(
         return found
 
     monkeypatch.setattr(memory, "keep_compilations", lambda _: log.append("keep"))
-    monkeypatch.setattr(backend, "clear_backends", lambda: log.append(saved.read_text()))
+    monkeypatch.setattr(backend, "clear_backends", lambda: log.append("new"))
     monkeypatch.setattr(memory, "peak", peak)
     some = [p for p in TOY.providers if p.name in ("jit", "jnp", "wrong")]
     works = everything(TOY, toy_plan(grid={"k": (1, 2), "n": (8,)}, providers=some))
     (found,), dropped = runner.run(works, tmp_path, Progress(disable=True))
-    kept, *pools = log
-    assert (kept, dropped) == ("keep", [])
-    assert len(pools) == 4  # nothing is asked of what was wrong
-    assert "toy-{metric}-fwd-k2-f32" in pools[0]
+    assert (log, dropped) == (["keep", "new", "new"], [])
     first, second = (table.rows[0].cells for table in found.tables)
-    assert first["jnp"].memory_mib == 12.5
-    assert first["jit"].memory_reason == "RuntimeError: full"
-    assert second["jnp"].memory_mib == 208
+    assert (first["jnp"].memory_mib, second["jnp"].memory_reason) == (12.5, "RuntimeError: full")
+    assert (first["jit"].memory_mib or 0) > 0
     assert first["wrong"].memory_mib is None
-    assert Report.from_json(saved.read_text()) == found
+    assert Report.from_json((tmp_path / "toy.json").read_text()) == found
     assert "toy-memory-fwd-k2-f32:" in report.markdown(found)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_what_another_process_compiled_is_compiled_before_its_peak_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pools: list[int] = []
-    peaks = iter((99.0, 1.0))
-    monkeypatch.setattr(memory, "new_pool", lambda: pools.append(1))
-    monkeypatch.setattr(memory, "peak", lambda: next(peaks))
-    some = [p for p in TOY.providers if p.name == "jit"]
-    (work,) = everything(TOY, toy_plan(grid={"k": (1,), "n": (8,)}, providers=some))
-    found = suite.run(TOY, work.plan)
-    suite.add_peaks(work, found, lambda _: None, compiled=())
-    assert len(pools) == 2
-    assert found.tables[0].rows[0].cells["jit"].memory_mib == 1

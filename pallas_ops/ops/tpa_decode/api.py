@@ -81,7 +81,8 @@ def tpa_decode(
         traced and are differentiable; one of the scores makes the queries float32).
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
         the other rows are. The keys are then divided into parts of 512, and not by what fills the
-        card, which costs speed (1.1 to 1.3 times the default's time on an H200).
+        card, which costs speed (1.1 to 1.3 times the default's time on an H200). jax.numpy promises
+        it on a CPU only: for a GPU XLA may compile a batch of one in another way.
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which M is sharded, in order; partial results are merged by their log-sum-exp in one
         exchange, and `lengths` count over all shards.

@@ -18,9 +18,9 @@ from pallas_ops.core import card
 from pallas_ops.core.backend import NoKernelError, plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref
+from pallas_ops.core.tiles import Ref, power_of_two
 from pallas_ops.ops.tpa_decode.choose import choose
-from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, tile
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig
 from pallas_ops.ops.tpa_decode.keys import (
     Keys,
     blocks_of_split,
@@ -101,7 +101,7 @@ def forward(
     )
     if splits > 1:
         # Blocks of one size add up in one order, however many splits the cache's size makes.
-        out, lse = merge(out, lse, out_dtype, 32 if batch_invariant else tile(splits))
+        out, lse = merge(out, lse, out_dtype, 32 if batch_invariant else power_of_two(splits))
     return out.reshape(s.b, s.n, s.h, s.e), lse.reshape(s.b, s.n, s.h)
 
 

@@ -12,68 +12,77 @@ from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import tile
-from pallas_ops.ops.tpa_decode.tiles import LOWEST, load
+from pallas_ops.ops.tpa_decode.tiles import LOWEST, per_batch, store
 
 
 def merge(
     out: jax.Array, lse: jax.Array, out_dtype: str, block: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Partial results out [B, S, rows, E] and lse [B, S, rows], merged over S."""
-    b, splits, rows, e = out.shape
+    """Partial results out [B, S, rows, E] and lse [B, S, rows], merged over S, `block` at a time.
+
+    A program takes few rows and columns, so that a thread has 64 numbers, of all splits if these
+    are few.
+    """
+    b, _, rows, e = out.shape
+    size, width = (4, min(64, tile(e))) if block <= 64 else (1, 32)
     merged, total = launch(
-        partial(_merge_kernel, splits=splits, block=block, e=e),
+        partial(_merge_kernel, block=block, size=size, width=width),
         out,
         lse,
         name="tpa_decode_merge",
-        grid=(rows, b),
-        in_specs=[
-            pl.BlockSpec((None, splits, None, e), lambda i, b: (b, 0, i, 0)),
-            pl.BlockSpec((None, splits, None), lambda i, b: (b, 0, i)),
-        ],
+        grid=(pl.cdiv(rows, size), pl.cdiv(e, width), b),
+        in_specs=[per_batch(out), per_batch(lse)],
         out_specs=[
-            pl.BlockSpec((None, None, e), lambda i, b: (b, i, 0)),
-            pl.BlockSpec((None, 1), lambda i, b: (b, i)),
+            pl.BlockSpec((None, rows, e), lambda *ids: (ids[-1], 0, 0)),
+            pl.BlockSpec((None, rows), lambda *ids: (ids[-1], 0)),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((b, rows, e), jnp.dtype(out_dtype)),
             jax.ShapeDtypeStruct((b, rows), jnp.float32),
         ],
-        num_warps=max(1, min(8, block * tile(e) // 512)),
+        num_warps=max(1, block * size * width // 2048),
     )
     return merged, total
 
 
 def _merge_kernel(
-    out_ref: Ref,  # [S, E]
-    lse_ref: Ref,  # [S]
-    merged_ref: Ref,  # [E]
-    total_ref: Ref,  # [1]
+    out_ref: Ref,  # [S, rows, E]
+    lse_ref: Ref,  # [S, rows]
+    merged_ref: Ref,  # [rows, E]
+    total_ref: Ref,  # [rows]
     *,
-    splits: int,
     block: int,
-    e: int,
+    size: int,
+    width: int,
 ) -> None:
-    j = span(tile(e))
+    splits, rows, e = out_ref.shape
+    i = pl.program_id(0) * size + span(size)
+    j = pl.program_id(1) * width + span(width)
 
     def of_block(first: jax.Array | int) -> tuple[jax.Array, ...]:
-        i = first + span(block)
-        lse = plgpu.load(lse_ref.at[i], mask=i < splits, other=-jnp.inf) * LOG2E
-        top = jnp.maximum(lse.max(), LOWEST)
-        weight = jnp.exp2(lse - top)
-        out = load(out_ref, i, j, (i < splits)[:, None] & (j < e)[None, :])
-        return top, weight.sum(), (out * weight[:, None]).sum(axis=0)
+        k = first + span(block)
+        inside = (k < splits)[:, None] & (i < rows)[None, :]
+        lse = plgpu.load(lse_ref.at[k[:, None], i[None, :]], mask=inside, other=-jnp.inf) * LOG2E
+        top = jnp.maximum(lse.max(axis=0), LOWEST)
+        weight = jnp.exp2(lse - top[None, :])
+        place = k[:, None, None], i[None, :, None], j[None, None, :]
+        mask = inside[:, :, None] & (j < e)[None, None, :]
+        out = plgpu.load(out_ref.at[place], mask=mask, other=0.0)
+        return top, weight.sum(axis=0), (out * weight[:, :, None]).sum(axis=0)
 
     def step(k: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Splits without keys change no bit."""
         tops, totals, accs = zip(carry, of_block(k * block), strict=True)
         top = jnp.maximum(*tops)
         first, second = (jnp.exp2(x - top) for x in tops)
-        return top, *(x * first + y * second for x, y in (totals, accs))
+        total = totals[0] * first + totals[1] * second
+        return top, total, accs[0] * first[:, None] + accs[1] * second[:, None]
 
     top, total, acc = of_block(0)
     if splits > block:
         top, total, acc = lax.fori_loop(1, pl.cdiv(splits, block), step, (top, total, acc))
     empty = total == 0
     nonzero = jnp.where(empty, 1.0, total)
-    plgpu.store(merged_ref.at[j], (acc * (1 / nonzero)).astype(merged_ref.dtype), mask=j < e)
-    total_ref[0] = jnp.where(empty, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
+    store(merged_ref, acc / nonzero[:, None], i, j, (i < rows)[:, None] & (j < e)[None, :])
+    lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
+    plgpu.store(total_ref.at[i], lse, mask=(i < rows) & (pl.program_id(1) == 0))
