@@ -242,7 +242,7 @@ BENCHMARK = Benchmark(
     small={"model": ("seed",), "batch": (2,), "m": (64, 256)},
     has=has,
     sizes=sizes,
-    point_s=2.2,
+    point_s=3.4,
     proposals=proposals,
 )
 
