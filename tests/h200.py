@@ -136,10 +136,12 @@ def lower_for_h200(
     return lowered
 
 
-def compile_lowered(lowered: jax.stages.Lowered) -> Program:
-    """What is left of `compile_for_h200` after `lower_for_h200`."""
+def compile_lowered(lowered: jax.stages.Lowered, *, assembled: bool = True) -> Program:
+    """What is left of `compile_for_h200` after `lower_for_h200`; ptxas only if `assembled`."""
     # Options of this one compilation: in XLA_FLAGS that of the emitter breaks XLA for CPUs.
     options: dict[str, Any] = {"xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
+    if not assembled:
+        options["xla_gpu_cuda_data_dir"] = ptxas.pretended()
     with on_h200(), tempfile.TemporaryDirectory() as dump:
         compiled = lowered.compile({"xla_dump_to": dump} | options)
         ptx = tuple(path.read_text() for path in sorted(pathlib.Path(dump).rglob("*.ptx")))

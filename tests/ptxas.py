@@ -1,13 +1,16 @@
 """NVIDIA's assembler, which needs no GPU: registers and spills of compiled kernels."""
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import importlib.util
 import os
+import pathlib
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 
 _REPORT = re.compile(
@@ -49,6 +52,24 @@ def folders(module: str) -> list[str]:
         if spec := importlib.util.find_spec(module):
             return list(spec.submodule_search_locations or [])
     return []
+
+
+@functools.cache
+def pretended() -> str:
+    """A folder of CUDA whose assembler makes empty files: for who wants PTX, in 3/4 of the time."""
+    real = pathlib.Path(str(executable()))
+    folder = pathlib.Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "nvvm").symlink_to(real.parents[1] / "nvvm")  # NVIDIA's mathematical functions
+    (folder / "bin").mkdir()
+    (folder / "bin/ptxas").write_text(
+        f"""#!/bin/sh
+case "$1" in --*) exec "{real}" "$@";; esac  # asked for its version
+: > "$3"
+"""
+    )
+    (folder / "bin/ptxas").chmod(0o755)
+    return str(folder)
 
 
 @functools.cache

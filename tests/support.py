@@ -1,6 +1,8 @@
 """How close is close enough, and the small things that tests share."""
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -149,13 +151,19 @@ def value_and_vjp(
     fn: Callable[..., Any], args: tuple[Any, ...], cotangents: Any
 ) -> tuple[Any, Any]:
     """`fn(*args)` and the cotangents of `args`, in one compiled call."""
+    out, grads = _with_vjp(fn)(args, cotangents)
+    return out, grads
+
+
+@functools.lru_cache(maxsize=16)
+def _with_vjp(fn: Callable[..., Any]) -> Any:
+    """One function for each `fn`, so that its compilations are shared."""
 
     def both(args: tuple[Any, ...], cotangents: Any) -> tuple[Any, Any]:
         out, pull = jax.vjp(fn, *args)
         return out, pull(cotangents)
 
-    out, grads = jax.jit(both)(args, cotangents)
-    return out, grads
+    return jax.jit(both)
 
 
 def case(**settings: Any) -> Any:
@@ -169,6 +177,24 @@ def case(**settings: Any) -> Any:
 
     words = (word(name, value) for name, value in settings.items() if value is not None)
     return pytest.param(settings, id="-".join(filter(None, words)) or "default")
+
+
+def in_turn(cases: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The first case with every value, each other case with one of them, to parametrize a test.
+
+    For programs that take long to compile; `tests/fuzz` draws every combination.
+    """
+
+    def parameters(x: Any) -> Any:
+        return x if hasattr(x, "values") else pytest.param(x, id=getattr(x, "__name__", str(x)))
+
+    first, *others = cases
+    pairs = [(first, value) for value in values]
+    pairs += zip(others, itertools.cycle(values), strict=False)
+    return [
+        pytest.param(*a.values, *b.values, id=f"{a.id}-{b.id}")
+        for a, b in (map(parameters, pair) for pair in pairs)
+    ]
 
 
 def _for_each_leaf(check: Callable[..., None], got: Any, *others: Any) -> None:

@@ -19,6 +19,7 @@ from tests.support import (
     assert_close,
     case,
     in_float64,
+    in_turn,
     kernel_implementation,
     random_array,
     random_cotangents,
@@ -145,8 +146,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("where", ["shared", "each"])
-@pytest.mark.parametrize("settings", CONFIGS)
+@pytest.mark.parametrize(("settings", "where"), in_turn(CONFIGS, ["shared", "each"]))
 def test_every_config_gives_the_same(rng: Rng, settings: dict[str, Any], where: str) -> None:
     """Output and gradients, of which theta's has a launch of its own."""
     launch = dict(settings)

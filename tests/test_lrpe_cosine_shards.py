@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_ops
 from pallas_ops import LrpeCosineConfig
 from tests import h200, shards
-from tests.support import assert_close, case, random_array
+from tests.support import assert_close, case, in_turn, random_array
 
 Rng = np.random.Generator
 Fn = Callable[..., jax.Array]
@@ -55,8 +55,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", "interpret"])
-@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize(("options", "implementation"), in_turn(CASES, ["interpret", None, "xla"]))
 def test_as_on_one_device(rng: Rng, options: dict[str, Any], implementation: Any) -> None:
     """By name, with and without the replication check, and by jit; theta's gradient is summed."""
     options = dict(options)

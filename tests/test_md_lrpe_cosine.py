@@ -19,6 +19,7 @@ from tests.support import (
     assert_close,
     case,
     in_float64,
+    in_turn,
     kernel_implementation,
     random_array,
     random_cotangents,
@@ -89,16 +90,17 @@ def test_reference_is_the_loop(rng: Rng, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cache", "spread"),
-    [
-        (jnp.float32, None, False),
-        (jnp.float32, False, False),
-        (jnp.bfloat16, True, False),
-        (jnp.float32, False, True),
-    ],
-    ids=["default", "float32", "bfloat16-cached", "float32-spread"],
+    ("settings", "dtype", "cache", "spread"),
+    in_turn(
+        GRIDS,
+        [
+            pytest.param(jnp.float32, None, False, id="default"),
+            pytest.param(jnp.float32, False, False, id="float32"),
+            pytest.param(jnp.bfloat16, True, False, id="bfloat16-cached"),
+            pytest.param(jnp.float32, False, True, id="float32-spread"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("settings", GRIDS)
 def test_kernels_are_as_good_as_the_reference(
     rng: Rng,
     monkeypatch: pytest.MonkeyPatch,

@@ -27,7 +27,7 @@ from tests.ops import (
     specs,
     words,
 )
-from tests.support import assert_close, random_array, value_and_vjp
+from tests.support import assert_close, in_turn, random_array, value_and_vjp
 
 Rng = np.random.Generator
 
@@ -103,24 +103,25 @@ def test_other_axes_are_gathered(rng: Rng, op: TestedOp, layout: Layout) -> None
     assert_close(got, grads[: op.num_floating], terms=TERMS)
 
 
-MERGED = [
-    (op, layout)
-    for op in OPS
-    for axis in op.merged
-    for layout in ({axis: "x"}, {op.split[0]: "y", axis: "x"}, {axis: ("y", "x")})
+MERGED_KINDS = [
+    pytest.param(1, AxisType.Auto, None, id="default"),
+    pytest.param(3, AxisType.Explicit, "interpret", id="explicit"),
+    pytest.param(1, AxisType.Auto, "interpret", id="interpret"),
 ]
+
+
+def merged(op: TestedOp) -> list[Any]:
+    (axis,) = op.merged
+    layouts: list[Layout] = [{axis: "x"}, {op.split[0]: "y", axis: "x"}, {axis: ("y", "x")}]
+    params = [pytest.param(op, x, id=f"{words(op)}-{words(x)}") for x in layouts]
+    return in_turn(params, MERGED_KINDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "kind", "implementation"),
-    [
-        (1, AxisType.Auto, "interpret"),
-        (3, AxisType.Explicit, "interpret"),
-        (1, AxisType.Auto, None),
-    ],
+    ("op", "layout", "n", "kind", "implementation"),
+    [case for op in OPS for case in merged(op)],
 )
-@pytest.mark.parametrize(("op", "layout"), MERGED, ids=words)
 def test_parts_of_an_axis_are_merged_in_one_exchange(
     rng: Rng, op: TestedOp, layout: Layout, n: int, kind: AxisType, implementation: Any
 ) -> None:

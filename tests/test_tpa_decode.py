@@ -19,6 +19,7 @@ from tests.support import (
     assert_close,
     case,
     in_float64,
+    in_turn,
     kernel_implementation,
     random_cotangents,
     value_and_vjp,
@@ -40,6 +41,7 @@ SHAPES = [
     case(b=1, n=2, m=70, h=34, r=6, d=24, e=8, rk=3, rv=1),
     case(b=1, n=1, m=40, h=75, r=6, d=16, e=16, rk=2, rv=4),
 ]
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 WINDOWS = [case(n=1, m=200, window=70), case(n=3, m=70, window=1), case(n=3, m=70, h=17, window=33)]
 
 
@@ -105,8 +107,7 @@ def test_scales_of_other_dtypes_lose_nothing(rng: Rng, implementation: Any) -> N
 # Forward
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES))
 def test_forward_is_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], dtype: Any) -> None:
     xs = factors(rng, dtype, **shape)
     kernel, reference = both(KERNEL), both("xla")
@@ -123,8 +124,7 @@ def test_scores_in_the_tens_keep_their_precision(rng: Rng, dtype: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES[1:]))
 def test_float32_queries_beside_a_cache_of_16_bits(
     rng: Rng, shape: dict[str, Any], dtype: Any
 ) -> None:
@@ -156,8 +156,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("config", "dtype"), in_turn(CONFIGS, DTYPES))
 def test_every_config_gives_the_same(rng: Rng, config: dict[str, int], dtype: Any) -> None:
     xs = factors(rng, dtype, n=3, m=70, h=5)
     lengths = jnp.asarray([70, 33], jnp.int32)
@@ -248,8 +247,7 @@ def pull(
     return jax.vjp(f, *xs)[1](cotangents)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES))
 def test_gradient_is_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], dtype: Any) -> None:
     xs = factors(rng, dtype, **shape)
     cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
@@ -305,8 +303,7 @@ def test_gradient_of_many_rows_falls_back(rng: Rng) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("shape", WINDOWS)
+@pytest.mark.parametrize(("shape", "full"), in_turn(WINDOWS, [False, True]))
 def test_a_window_is_the_last_keys(rng: Rng, shape: dict[str, Any], full: bool, dtype: Any) -> None:
     """Keys that no query sees may hold anything, and have no gradient."""
     sizes = dict(shape)
