@@ -127,7 +127,9 @@ def specs(axes: Sequence[str], layout: Layout) -> tuple[P, ...]:
 
 
 def words(x: Any) -> str:
-    """An id of an op or of a layout."""
+    """An id of an op, of a layout, or of an implementation."""
+    if x is None or isinstance(x, str):
+        return str(x)
     return getattr(x, "name", None) or "-".join(f"{a}_{''.join(names)}" for a, names in x.items())
 
 
