@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_ops
@@ -56,8 +56,8 @@ CALLS: list[Call] = [
 ]
 
 
-def check(mesh: Mesh, call: Call) -> None:
-    """By jit and by name, results and gradients."""
+def check(mesh: Mesh, call: Call, *, every_form: bool = False) -> None:
+    """By jit and by name, results and gradients; every form: over explicit axes, unchecked, too."""
     fn, shapes, ins, outs = call
     rng = np.random.default_rng(0)
     xs = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
@@ -65,13 +65,18 @@ def check(mesh: Mesh, call: Call) -> None:
         do = rng.standard_normal(jax.eval_shape(fn, *xs).shape).astype(np.float32)
         want = jax.tree.leaves(jax.jit(shards.with_pullback(fn, len(xs)))(*xs, do))
         want = [np.asarray(y) for y in want]
-    placed = [
-        jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), x.__getitem__)
-        for x, spec in zip([*xs, do], [*ins, outs], strict=True)
-    ]
-    over = jax.shard_map(partial(fn, axis_name="x"), mesh=mesh, in_specs=ins, out_specs=outs)
-    for form in (fn, over):
-        got = jax.jit(shards.with_pullback(form, len(xs)))(*placed)
+    over = partial(jax.shard_map, partial(fn, axis_name="x"), in_specs=ins, out_specs=outs)
+    runs = [(fn, mesh), (over(mesh=mesh), mesh)]
+    if every_form:
+        explicit = Mesh(mesh.devices, "x", axis_types=(AxisType.Explicit,))
+        runs += [(over(mesh=mesh, check_vma=False), mesh), (fn, explicit)]
+    for form, of_arrays in runs:
+        placed = [
+            jax.make_array_from_callback(x.shape, NamedSharding(of_arrays, spec), x.__getitem__)
+            for x, spec in zip([*xs, do], [*ins, outs], strict=True)
+        ]
+        with jax.set_mesh(of_arrays):
+            got = jax.jit(shards.with_pullback(form, len(xs)))(*placed)
         for x, y in zip(jax.tree.leaves(got), want, strict=True):
             for shard in x.addressable_shards:
                 size = float(np.abs(y).max())

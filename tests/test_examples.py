@@ -41,6 +41,11 @@ def test_linear_attention() -> None:
     assert linear_attention.main(tokens=16).shape == (2, 16, 32)
 
 
+@pytest.mark.slow
+def test_linear_attention_with_its_sequence_sharded() -> None:
+    assert linear_attention.main_sharded().shape == (2, 64, 32)
+
+
 def test_min_gru() -> None:
     assert min_gru.main(tokens=33).shape == (2, 33, 16)
 
