@@ -36,8 +36,8 @@ class LinearAttention(nnx.Module):
         """q, k [B, N, H, 2D], v [B, N, H, D] and log-decays a [B, N, H] of x [B, N, width]."""
         shape = (*x.shape[:2], self.heads, self.dim)
         q, k, v = (y.reshape(shape) for y in jnp.split(self.project(x), 3, axis=-1))
-        options = dict(offset=offset, act="silu", axis_name=axis_name)
-        q, k = (pallas_ops.lrpe_cosine(y, self.theta[...], **options) for y in (q, k))
+        turn = partial(pallas_ops.lrpe_cosine, offset=offset, act="silu", axis_name=axis_name)
+        q, k = (turn(y, self.theta[...]) for y in (q, k))
         return q, k, v, jax.nn.log_sigmoid(self.decay(x)) / 4
 
     def __call__(self, x: jax.Array, *, axis_name: str | None = None) -> jax.Array:
@@ -77,17 +77,17 @@ def states_before(fade: jax.Array, new: jax.Array, axis_name: str | None) -> jax
     def then(first: States, second: States) -> States:
         return first[0] * second[0], second[0] * first[1] + second[1]
 
-    def exclusive(xs: States) -> States:
+    def exclusive(xs: States) -> tuple[jax.Array, ...]:
         none = jnp.ones_like(xs[0][:1]), jnp.zeros_like(xs[1][:1])
-        scanned = jax.lax.associative_scan(then, xs)
-        return jax.tree.map(lambda x, y: jnp.concatenate([x, y[:-1]]), none, scanned)
+        sums: States = jax.lax.associative_scan(then, xs)
+        return tuple(jnp.concatenate([x, y[:-1]]) for x, y in zip(none, sums, strict=True))
 
     fades, before = exclusive((fade, new))
     if axis_name is None:
         return before
     last = then((fades[-1], before[-1]), (fade[-1], new[-1]))
-    shards = exclusive(jax.lax.all_gather(last, axis_name))
-    return before + fades * shards[1][jax.lax.axis_index(axis_name)]
+    _, starts = exclusive(jax.lax.all_gather(last, axis_name))
+    return before + fades * starts[jax.lax.axis_index(axis_name)]
 
 
 @nnx.jit
@@ -124,7 +124,8 @@ def main_sharded(*, batch: int = 2, tokens: int = 64) -> jax.Array:
         out_specs=P(None, "sequence"),
     )
     with jax.default_matmul_precision("float32"):
-        out, whole = jax.jit(over)(x), jax.jit(layer)(x)
+        out: jax.Array = jax.jit(over)(x)
+        whole = jax.jit(layer)(x)
     if not jnp.allclose(out, whole, atol=1e-5):
         raise AssertionError("with the sequence sharded it differs")
     return out

@@ -26,6 +26,8 @@ from pallas_ops.ops.tpa_decode.keys import (
     blocks_of_split,
     each_rank,
     key_range,
+    look_up,
+    pages_a_block,
     sum_ranks,
 )
 from pallas_ops.ops.tpa_decode.matmul import dot
@@ -43,6 +45,7 @@ from pallas_ops.ops.tpa_decode.tiles import (
 from pallas_ops.ops.tpa_decode.words import join, pack
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # maximum, sum, accumulators of some rows
+Carry = tuple[list[jax.Array] | None, list[State]]  # pages of the block, if looked up ahead
 
 
 def forward(
@@ -135,11 +138,14 @@ def _forward_kernel(
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
     has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
+    # Two tiles take pages that were looked up a step ahead: with pages of 16 keys 13 % less time.
+    looks_ahead = len(tiles) > 1 and 0 < pages_a_block(plan) <= 4
 
-    def step(i: jax.Array, states: list[State], *, all_count: bool = False) -> list[State]:
+    def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
+        pages, states = carry
         # Masks are the faster ones where two tiles load of one contiguous cache, by 10 %.
         masked = len(tiles) > 1 and table_ref is None
-        keys = Keys(plan, i, limit, first_key, table_ref, masked=masked, all_count=all_count)
+        keys = Keys(plan, i, limit, first_key, table_ref, pages, masked=masked, all_count=all_count)
         inner = queries.inner(keys.load_b(bk_ref, s.rk, s.d))
         bv = keys.load_b(bv_ref, s.rv, s.e)
 
@@ -164,16 +170,18 @@ def _forward_kernel(
                 accs = [acc + 0.0 for acc in accs]
             return new_top, total * fade + p.sum(axis=1), accs
 
-        return [of(*x) for x in enumerate(states)]
+        states = [of(*x) for x in enumerate(states)]
+        return look_up(plan, i + 1, table_ref, limit) if looks_ahead else None, states
 
-    states = [_empty(plan, rows) for rows in tiles]
+    pages = look_up(plan, start, table_ref, limit) if looks_ahead else None
+    carry: Carry = pages, [_empty(plan, rows) for rows in tiles]
     if has_wide_tile and plan.window is None and not Keys(plan, start, limit).all_count:
         # Blocks of which all keys count come first. Where a block may end early ptxas makes these
         # tiles' asynchronous products (wgmma) wait for one another: 8 % of the time.
         whole = jnp.minimum(stop, limit // plan.c.block_m)
-        states = lax.fori_loop(start, whole, partial(step, all_count=True), states)
+        carry = lax.fori_loop(start, whole, partial(step, all_count=True), carry)
         start = jnp.maximum(start, whole)
-    states = lax.fori_loop(start, stop, step, states)
+    _, states = lax.fori_loop(start, stop, step, carry)
     for rows, (top, total, accs) in zip(tiles, states, strict=True):
         none = total == 0
         nonzero = jnp.where(none, 1.0, total)

@@ -1,5 +1,6 @@
 """The keys of a program of tpa_decode: which ones it takes, and what it loads of them."""
 
+import math
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ class Keys:
     An entry is one rank of one key. Tiles hold a power of two of ranks a key. In place of a key
     that does not count, the nearest one that does is loaded (there must be one), or none (`masked`,
     as for stores).
-    With a page table [pages], key m is at place m % size of page table[m // size].
+    With a page table [pages], key m is at place m % size of page table[m // size]. `pages` are
+    those of this block, if they were looked up before.
     """
 
     def __init__(
@@ -31,11 +33,12 @@ class Keys:
         stop: jax.Array | int,
         first: jax.Array | int = 0,
         table_ref: Ref | None = None,
+        pages: list[jax.Array] | None = None,
         *,
         masked: bool = False,
         all_count: bool = False,
     ) -> None:
-        self.plan, self.stop, self.table_ref = plan, stop, table_ref
+        self.plan, self.stop, self.table_ref, self.pages = plan, stop, table_ref, pages
         self.first = None if isinstance(first, int) and first == 0 else first
         self.begin, self.masked = step * plan.c.block_m, masked
         whole = isinstance(stop, int) and stop % plan.c.block_m == 0 and self.first is None
@@ -89,6 +92,13 @@ class Keys:
             return key
         assert self.plan.pages is not None
         number, size = self.plan.pages
+        if self.pages is not None:
+            first, *others = self.pages
+            begin = lax.div(self.begin, size) * size
+            start = first * size - begin
+            for j, page in enumerate(others, 1):
+                start = jnp.where(key < begin + j * size, start, (page - j) * size - begin)
+            return key + start
         if size % self.plan.c.block_m == 0:  # a block is within one page
             page = self.table_ref[lax.div(self.begin, size)]
             return key + (jnp.clip(page, 0, number - 1) * size - lax.div(self.begin, size) * size)
@@ -182,6 +192,24 @@ def each_rank(x: jax.Array, ranks: int) -> jax.Array:
     if size == 1:
         return x
     return jnp.broadcast_to(x[..., None], (*x.shape, size)).reshape(len(x), -1)
+
+
+def pages_a_block(plan: Plan) -> int:
+    """Most pages that a block of keys touches; 0 without pages."""
+    if plan.pages is None:
+        return 0
+    size, block = plan.pages[1], plan.c.block_m
+    return (size - math.gcd(size, block) + block - 1) // size + 1
+
+
+def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array]:
+    """The pages of a block; those behind the last key that counts are not read."""
+    assert plan.pages is not None
+    number, size = plan.pages
+    first = lax.div(step * plan.c.block_m, size)
+    numbers = [first + j for j in range(pages_a_block(plan))]
+    pages = [plgpu.load(table_ref.at[i], mask=i * size < limit, other=0) for i in numbers]
+    return [jnp.clip(page, 0, number - 1) for page in pages]
 
 
 def key_range(
