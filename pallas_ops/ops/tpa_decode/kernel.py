@@ -27,7 +27,6 @@ from pallas_ops.ops.tpa_decode.keys import (
     each_rank,
     key_range,
     look_up,
-    pages_a_block,
     sum_ranks,
 )
 from pallas_ops.ops.tpa_decode.matmul import dot
@@ -42,7 +41,7 @@ from pallas_ops.ops.tpa_decode.tiles import (
     sizes,
     store,
 )
-from pallas_ops.ops.tpa_decode.words import join, pack
+from pallas_ops.ops.tpa_decode.words import join, pack, times
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # maximum, sum, accumulators of some rows
 Carry = tuple[list[jax.Array] | None, list[State]]  # pages of the block, if looked up ahead
@@ -83,7 +82,7 @@ def forward(
     features = (None if x is None else flat(x, 3) for x in (bq, bk, bv))
     lengths = None if lengths is None else lengths[:, None]
     operands = flat(aq, 3), ak, av, *features, lengths, page_table
-    dtype = jnp.dtype(out_dtype if splits == 1 else jnp.float32)
+    dtype = jnp.dtype(out_dtype if splits == 1 or s.is_rounded else jnp.float32)
     out, lse = launch(
         partial(_forward_kernel, plan=plan),
         *operands,
@@ -100,7 +99,7 @@ def forward(
         ],
         num_warps=c.num_warps,
         # Triton shares the stages out between two copies in a row, of the table and of its pages.
-        num_stages=c.num_stages if pages is None else 2 * c.num_stages - 1,
+        num_stages=c.num_stages if pages is None or plan.looks_ahead else 2 * c.num_stages - 1,
     )
     if splits > 1:
         # Blocks of one size add up in one order, however many splits the cache's size makes.
@@ -138,8 +137,6 @@ def _forward_kernel(
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
     has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
-    # Two tiles take pages that were looked up a step ahead: with pages of 16 keys 13 % less time.
-    looks_ahead = len(tiles) > 1 and 0 < pages_a_block(plan) <= 4
 
     def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
         pages, states = carry
@@ -159,7 +156,8 @@ def _forward_kernel(
             new_top = jnp.maximum(top, score.max(axis=1))
             p = exp2(score - new_top[:, None])
             fade = exp2(top - new_top)
-            weight = each_rank(p, s.rv) * keys.load_a(tiles[tile], av_ref, s.rv)
+            av = keys.load_a(tiles[tile], av_ref, s.rv)
+            weight = each_rank(p, s.rv) * av if plan.pieces > 1 else times(each_rank(p, s.rv), av)
             accs = [
                 dot(weight, x, acc * fade[:, None], pieces=plan.pieces)
                 for x, acc in zip(bv, accs, strict=True)
@@ -171,9 +169,9 @@ def _forward_kernel(
             return new_top, total * fade + p.sum(axis=1), accs
 
         states = [of(*x) for x in enumerate(states)]
-        return look_up(plan, i + 1, table_ref, limit) if looks_ahead else None, states
+        return look_up(plan, i + 1, table_ref, limit) if plan.looks_ahead else None, states
 
-    pages = look_up(plan, start, table_ref, limit) if looks_ahead else None
+    pages = look_up(plan, start, table_ref, limit) if plan.looks_ahead else None
     carry: Carry = pages, [_empty(plan, rows) for rows in tiles]
     if has_wide_tile and plan.window is None and not Keys(plan, start, limit).all_count:
         # Blocks of which all keys count come first. Where a block may end early ptxas makes these

@@ -1,6 +1,5 @@
 """The keys of a program of tpa_decode: which ones it takes, and what it loads of them."""
 
-import math
 from typing import Any
 
 import jax
@@ -194,20 +193,12 @@ def each_rank(x: jax.Array, ranks: int) -> jax.Array:
     return jnp.broadcast_to(x[..., None], (*x.shape, size)).reshape(len(x), -1)
 
 
-def pages_a_block(plan: Plan) -> int:
-    """Most pages that a block of keys touches; 0 without pages."""
-    if plan.pages is None:
-        return 0
-    size, block = plan.pages[1], plan.c.block_m
-    return (size - math.gcd(size, block) + block - 1) // size + 1
-
-
 def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array]:
     """The pages of a block; those behind the last key that counts are not read."""
     assert plan.pages is not None
     number, size = plan.pages
     first = lax.div(step * plan.c.block_m, size)
-    numbers = [first + j for j in range(pages_a_block(plan))]
+    numbers = [first + j for j in range(plan.pages_a_block)]
     pages = [plgpu.load(table_ref.at[i], mask=i * size < limit, other=0) for i in numbers]
     return [jnp.clip(page, 0, number - 1) for page in pages]
 

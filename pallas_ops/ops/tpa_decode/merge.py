@@ -67,7 +67,8 @@ def _merge_kernel(
         weight = jnp.exp2(lse - top[None, :])
         place = k[:, None, None], i[None, :, None], j[None, None, :]
         mask = inside[:, :, None] & (j < e)[None, None, :]
-        out = plgpu.load(out_ref.at[place], mask=mask, other=0.0)
+        out = plgpu.load(out_ref.at[place], mask=mask, other=jnp.zeros((), out_ref.dtype))
+        out = out.astype(jnp.float32)
         return top, weight.sum(axis=0), (out * weight[:, :, None]).sum(axis=0)
 
     def step(k: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
