@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_ops.core.shards import AxisName
 from pallas_ops.ops.chunk_cumsum_decay import api as _chunk_cumsum_decay
-from pallas_ops.ops.chunk_cumsum_decay.reference import Shift
+from pallas_ops.ops.chunk_cumsum_decay.config import Shift
 from pallas_ops.ops.logcumsumexp import api as _logcumsumexp
 from pallas_ops.ops.lrpe_cosine import api as _lrpe_cosine
 from pallas_ops.ops.lrpe_cosine.reference import Act, Layout

@@ -89,3 +89,9 @@ class View:
         s = self.s
         even = s.n % s.size == 0 and s.size % self.block_n == 0
         return even and self.all_slots and not self.packed
+
+
+def names(before: int, after: int, *scanned: str) -> str:
+    """The axes of an array as an `Op` names them: so many, those that are scanned, so many."""
+    outer, inner = (f"o{i}" for i in range(before - 1)), (f"i{i}" for i in range(after))
+    return " ".join(("b", *outer, *scanned, *inner))
