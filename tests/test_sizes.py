@@ -69,7 +69,7 @@ def views(shape: tuple[int, int, int]) -> Iterator[View]:
     for reverse, backward in itertools.product((False, True), repeat=2):
         scan = logcumsumexp.Params(axis=1, block_n=block_n, reverse=reverse)
         yield logcumsumexp.plan_of(x, scan, backward=backward).view  # type: ignore[arg-type]
-        for chunk_size in (1, 100, 2**30, shape[1]):
+        for chunk_size in (1, 100, 2**30, 2**30 + 5, shape[1]):
             dtypes = "bfloat16", "bfloat16"
             params = chunks.Params(axis=1, chunk_size=chunk_size, reverse=reverse, dtypes=dtypes)
             yield chunks.plan_of(x, None, params).view  # type: ignore[arg-type]

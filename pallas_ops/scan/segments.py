@@ -9,6 +9,7 @@ A total is a pair (p, w), which stands for w * exp(p). Totals are arrays [b, c, 
 column lie side by side.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -93,11 +94,16 @@ def joined(before: Any, after: Any) -> Pair:
     return join(before, after, exp2=jnp.exp2)
 
 
-def prepared(s: Sizes, totals: Pair, *, reverse: bool = False) -> Pair:
-    """For each segment the sum of the totals before it (in reverse: after it).
+def prepared(
+    s: Sizes, find_totals: Callable[[], Pair], *, reverse: bool = False
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """For each segment the sum of the totals before it (in reverse: after it); None for one alone.
 
     The totals as they are where they are few, since `load` then adds them up.
     """
+    if s.count == 1:
+        return None, None
+    totals = find_totals()
     if s.count <= FEW:
         return totals
     columns, block = s.b * s.c, power_of_two(s.count)

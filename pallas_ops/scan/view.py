@@ -90,6 +90,12 @@ class View:
         even = s.n % s.size == 0 and s.size % self.block_n == 0
         return even and self.all_slots and not self.packed
 
+    @property
+    def wraps(self) -> bool:
+        """Whether positions of a tile may be beyond int32, where they are behind the axis."""
+        last = self.s.n if self.packed else (self.s.count - 1) * self.s.size
+        return last + self.tiles * self.block_n >= 2**31
+
 
 def names(before: int, after: int, *scanned: str) -> str:
     """The axes of an array as an `Op` names them: so many, those that are scanned, so many."""

@@ -9,12 +9,11 @@ from jax import lax
 
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
-from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.chunk_cumsum_decay.config import Params, Plan, plan_of
 from pallas_ops.ops.chunk_cumsum_decay.reference import previous
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, table_of
 from pallas_ops.scan.running import plus, running_sums
-from pallas_ops.scan.tile import Tile
+from pallas_ops.scan.tile import Tile, loop
 
 
 def accumulate(
@@ -67,7 +66,7 @@ def _kernel(
 ) -> None:
     chunks, view = Chunks(plan, table_ref), plan.view
 
-    def step(t: Any, before: jax.Array | None) -> jax.Array:  # [chunks, columns]
+    def step(t: Any, before: jax.Array | None) -> jax.Array | None:  # [chunks, columns]
         tile = Tile(chunks, t * view.block_n, view.block_n, view.num_steps)
         x = chunks.load_tile(tile, x_ref)
         sums, total = running_sums(x, before, reverse=view.mirrored, exclusive=chunks.exclusive)
@@ -79,11 +78,8 @@ def _kernel(
         before = plus(before, chunks.load(before_ref, chunks.number))
     if carry_ref is not None:
         before = plus(before, chunks.load(carry_ref, 0, chunks.is_first))
-    if view.tiles == 1:
-        step(0, before)
-    else:
+    if view.tiles > 1:
         before = plus(before, jnp.zeros(chunks.shape, jnp.float32))
-        loop = lambda t, y: step(pipelined(t, plan.c.num_stages), y)  # noqa: E731
-        lax.fori_loop(0, chunks.tiles, loop, before)
+    loop(chunks.tiles, step, before, plan.c.num_stages)
     if plan.params.shift_result:
         chunks.store_edges(out_ref)

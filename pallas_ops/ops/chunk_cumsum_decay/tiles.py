@@ -69,7 +69,7 @@ class Chunks(Ranges):
     @property
     def tiles(self) -> Any:
         """Of the longest chunk."""
-        if not self.view.packed:
+        if self.view.tiles == 1 or not self.view.packed:
             return self.view.tiles
         return pl.cdiv(jnp.max(self.stop - self.start), self.view.block_n)
 

@@ -43,11 +43,7 @@ class LogcumsumexpConfig:
     num_stages: int = 1
 
     def __post_init__(self) -> None:
-        if self.variant not in ("parallel", "recurrence"):
-            raise ValueError(
-                f"LogcumsumexpConfig.variant is {self.variant!r}; accepted: 'parallel', "
-                "'recurrence'"
-            )
+        checks.one_of("LogcumsumexpConfig.variant", self.variant, ("parallel", "recurrence"))
         powers = "block_n", "block_c", "block_exact", "num_warps"
         checks.launch_choices(self, powers_of_two=powers)
 

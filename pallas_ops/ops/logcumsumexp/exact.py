@@ -26,13 +26,12 @@ from pallas_ops.ops.logcumsumexp.tiles import (
     largest,
     largest_in_lane,
     log_of,
-    loop,
     raised,
     sum_of,
 )
-from pallas_ops.scan.running import GROUPS, STEPS, edge
+from pallas_ops.scan.running import GROUPS, STEPS, edge, exclusive_scan
 from pallas_ops.scan.segments import Pair, join, joined
-from pallas_ops.scan.tile import Tile, per_range
+from pallas_ops.scan.tile import Tile, loop, per_range
 
 FAINT_BITS = 16  # a prefix below 2**-16 of exp(pivot) loses digits in its logarithm
 SAFE = FAINT_BITS / LOG2E
@@ -69,8 +68,7 @@ def forward(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref
         tile.store(out_ref, log_of(*_states(x, state, ranges.view.mirrored)))
         return _after(state, x)
 
-    after: State = loop(ranges.c.block_n // size, step, state)
-    return after
+    return loop(ranges.c.block_n // size, step, state)
 
 
 def backward(
@@ -102,8 +100,7 @@ def backward(
         rescaled = compensated(grad.total * factor, grad.error * factor, whole)
         return State(before.pivot, *rescaled)
 
-    result: State = loop(count, step, grad)
-    return result
+    return loop(count, step, grad)
 
 
 def states_before(ranges: Segments, tile: Tile, x: jax.Array, state: State) -> list[State]:
@@ -125,14 +122,10 @@ def _states(x: jax.Array, before: State, mirrored: bool) -> Pair:
         top = finite(largest_in_lane(x))
         total = exp2((x - top[None]) * LOG2E).sum(axis=STEPS)
         nothing = jnp.full_like(top, -HUGE), jnp.zeros_like(total)
-        groups = scan(_exclusive, (*nothing, top, total), axis=GROUPS - 1, reverse=mirrored)
+        own_groups = top, total
+        groups = exclusive_scan(joined, nothing, own_groups, axis=GROUPS - 1, reverse=mirrored)
         start = join(start, (groups[0], groups[1]))
     return join((start[0][None], start[1][None]), (own[0], own[1]))
-
-
-def _exclusive(before: Any, after: Any) -> Any:
-    """The sum of all pairs but the last one, and of all."""
-    return *joined(before[2:], after[:2]), *joined(before[2:], after[2:])
 
 
 def _after(state: State, x: jax.Array) -> State:

@@ -50,7 +50,7 @@ def forward(
     s, sizes = plan.view.s, (1, *[plan.num_tiles + 1] * (2 * save))
     given: Any = (None if y is None else y.reshape(s.b, 1, s.c) for y in (initial, total))
     view = x.reshape(s.b, s.n, s.c)
-    before = segments.prepared(s, _totals(plan, view)) if s.count > 1 else (None, None)
+    before = segments.prepared(s, partial(_totals, plan, view))
     out, final, *saved = launch(
         partial(_forward_kernel, plan=plan, save=save),
         view,

@@ -35,22 +35,14 @@ Refs = tuple[Ref, Ref, Ref | None]  # x, do, dx; nothing is stored without dx
 
 
 def backward(
-    x: jax.Array,
-    do: jax.Array,
-    dfinal: jax.Array | None,
-    saved_p: jax.Array,
-    saved_s: jax.Array,
-    *,
-    params: Params,
+    x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array, params: Params
 ) -> tuple[jax.Array, jax.Array]:
     """dx, and the gradient of the initial state, from the states that `forward` saved."""
     plan = plan_of(x, params, backward=True)
     s = plan.view.s
-    arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, saved_p, saved_s)]
+    arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, *saved)]
     column = None if dfinal is None else dfinal.reshape(s.b, 1, s.c)
-    behind: tuple[jax.Array | None, ...] = None, None
-    if s.count > 1:
-        behind = segments.prepared(s, _totals(plan, arrays), reverse=True)
+    behind = segments.prepared(s, partial(_totals, plan, arrays), reverse=True)
     dx, dinitial = launch(
         partial(_backward_kernel, plan=plan),
         *arrays,
@@ -150,8 +142,7 @@ def _tiles(ranges: Segments, grad: State, saved: tuple[Ref, Ref], refs: Refs) ->
         before = state_of(ranges.load_saved(saved, ranges.number * tiles + t))
         return _tile(ranges, t * ranges.c.block_n, before, grad, refs)
 
-    result: State = ranges.loop(step, grad)
-    return result
+    return ranges.loop(step, grad)
 
 
 def _tile(ranges: Segments, first: Any, state: State, grad: State, refs: Refs) -> State:

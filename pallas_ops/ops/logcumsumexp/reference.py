@@ -73,36 +73,25 @@ def totals(x: jax.Array, *, params: Params) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(
-    x: jax.Array,
-    do: jax.Array,
-    dfinal: jax.Array | None,
-    saved_p: jax.Array,
-    saved_s: jax.Array,
-    *,
-    params: Params,
+    x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array, params: Params
 ) -> tuple[jax.Array, jax.Array]:
     """dx, and the gradient of the initial state, from the states that `forward` saved."""
-    dx, total, dtotal = _pulled(x, do, dfinal, saved_p, saved_s, params)
+    dx, total, dtotal = _pulled(x, do, dfinal, *saved, params=params)
     return *reshard_like((dx,), (x,)), total * dtotal  # type: ignore[return-value]
 
 
 def backward_totals(
-    x: jax.Array, do: jax.Array, saved_p: jax.Array, saved_s: jax.Array, *, params: Params
+    x: jax.Array, do: jax.Array, *saved: jax.Array, params: Params
 ) -> tuple[jax.Array]:
     """The gradient of the total before the first tile, without that of the final state."""
-    return (_pulled(x, do, None, saved_p, saved_s, params)[2],)
+    return (_pulled(x, do, None, *saved, params=params)[2],)
 
 
 def _pulled(
-    x: jax.Array,
-    do: jax.Array,
-    dfinal: jax.Array | None,
-    saved_p: jax.Array,
-    saved_s: jax.Array,
-    params: Params,
+    x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array, params: Params
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dx, the total before the first tile and its gradient."""
-    pivot, total = (lax.index_in_dim(y, 0, params.axis, keepdims=False) for y in (saved_p, saved_s))
+    pivot, total = (lax.index_in_dim(y, 0, params.axis, keepdims=False) for y in saved)
     dfinal = jnp.zeros_like(total) if dfinal is None else dfinal
     x, do = (gathered(y, params.axis) for y in (x, do))
     run = lambda x, total: forward(x, pivot, total, params=params, save=False)  # noqa: E731

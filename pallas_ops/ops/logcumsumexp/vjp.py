@@ -31,48 +31,37 @@ def ops(before: int, after: int) -> shards.Ops:
     full, states = names(before, after, "n"), names(before, after, "m")
     column = names(before, after)
 
-    def op(
-        name: str, kernel: Any, reference: Any, operands: Any, results: Any, of_shard: Any = None
-    ) -> Op:
+    def op(name: str, run: Any, operands: Any, results: Any, of_shard: Any = None) -> Op:
         return Op(
             name=f"logcumsumexp{name}",
-            kernel=unless_too_many_rows(kernel, reference),
-            reference=reference,
+            kernel=unless_too_many_rows(*run),
+            reference=run[1],
             operands=operands,
             results=results,
             unsharded=("m",) if of_shard else ("n", "m"),
             shards=of_shard and ("n", partial(_of_shard, of_shard)),
         )
 
-    forward, saving = (
-        op(
-            "",
-            partial(kernel.forward, save=save),
-            partial(reference.forward, save=save),
-            (full, column, column),
-            (full, column, *[states] * (2 * save)),
-            shards.forward_saving_shards if save else shards.forward,
-        )
+    scan, saving = (
+        [partial(run, save=save) for run in (kernel.forward, reference.forward)]
         for save in (False, True)
     )
+    totals = kernel.totals, reference.totals
+    backward_totals = kernel_backward.totals, reference.backward_totals
+    backward = kernel_backward.backward, reference.backward
+    given, to_save, saved = (full, column, column), (full, column, states, states), (states, states)
+    of_shard = partial(shards.Shard.forward, save=False)
     return shards.Ops(
-        op("_totals", kernel.totals, reference.totals, (full,), (column, column)),
-        forward,
-        saving,
-        op(
-            "_backward_totals",
-            kernel_backward.totals,
-            reference.backward_totals,
-            (full, full, states, states),
-            (column,),
-        ),
+        op("_totals", totals, (full,), (column, column)),
+        op("", scan, given, (full, column), of_shard),
+        op("", saving, given, to_save, shards.Shard.forward_saving_shards),
+        op("_backward_totals", backward_totals, (full, full, *saved), (column,)),
         op(
             "_backward",
-            kernel_backward.backward,
-            reference.backward,
-            (full, full, column, states, states),
+            backward,
+            (full, full, column, *saved),
             (full, column),
-            shards.backward_from_shards,
+            shards.Shard.backward_from_shards,
         ),
     )
 
@@ -84,8 +73,8 @@ def _ops_of(params: Params, x: jax.Array) -> shards.Ops:
 def _of_shard(
     of_shard: Any, run: Any, mesh_axes: Names, x: jax.Array, *others: Any, params: Params
 ) -> Any:
-    run = partial(run, params=params)
-    return of_shard(_ops_of(params, x), run, mesh_axes, x, *others, params=params)
+    shard = shards.Shard(_ops_of(params, x), partial(run, params=params), mesh_axes, params)
+    return of_shard(shard, x, *others)
 
 
 def _run(params: Params) -> Any:
@@ -101,7 +90,7 @@ def evaluate(
     """Output and final state, and what is saved; differentiated by JAX: the reference can be."""
     scan = partial(_run(params), _ops_of(params, x)[1 + save])
     if params.axis_name is not None:
-        of_shard = partial(shards.forward, save=save)
+        of_shard = partial(shards.Shard.forward, save=save)
         scan = partial(_of_shard, of_shard, _run(params), params.axis_name)
     return scan(x, initial, None, params=params)  # type: ignore[no-any-return]
 
@@ -140,8 +129,8 @@ def _backward_of_shard(
     axis_name: Any = params.axis_name
     if dfinal is not None and not checked(axis_name):
         dfinal = jax.lax.psum(dfinal, axis_name)
-    operands = x, do, dfinal, *states
-    dx, dinitial = _of_shard(shards.backward, _run(params), axis_name, *operands, params=params)
+    run = partial(_of_shard, shards.Shard.backward, _run(params), axis_name)
+    dx, dinitial = run(x, do, dfinal, *states, params=params)
     if initial is not None and not is_replicated(initial, axis_name):
         number, _ = order(axis_name, reverse=params.reverse)
         dinitial = jnp.where(number == 0, dinitial, 0)
