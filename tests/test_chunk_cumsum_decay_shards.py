@@ -225,3 +225,11 @@ def test_shards_of_nothing() -> None:
 def test_names_that_are_refused() -> None:
     with pytest.raises(ValueError, match="axis_name is 'z'; accepted: None, or a mesh axis of the"):
         pallas_ops.chunk_cumsum_decay(jnp.ones((2, 8)), axis_name="z")
+
+
+def test_the_axis_of_a_vmap_has_no_gradient_outside_of_it() -> None:
+    fn: Any = lambda x: pallas_ops.chunk_cumsum_decay(x, axis=0, axis_name="i")  # noqa: E731
+    over = jax.vmap(fn, axis_name="i")
+    assert over(jnp.ones((2, 3))).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"axis_name is \('i',\); accepted: None, or a mesh axis"):
+        jax.grad(lambda x: over(x).sum())(jnp.ones((2, 3)))

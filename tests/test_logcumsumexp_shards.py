@@ -304,3 +304,11 @@ def test_names_that_are_refused(name: Any, error: Any, message: str) -> None:
         fn(jnp.ones(8))
     with pytest.raises(error, match=message):
         shards.mapped(fn, shards.line(8), P("x"), P("x"))(jnp.ones(8))
+
+
+def test_the_axis_of_a_vmap_has_no_gradient_outside_of_it() -> None:
+    fn: Any = lambda x: pallas_ops.logcumsumexp(x, axis=0, axis_name="i")  # noqa: E731
+    over = jax.vmap(fn, axis_name="i")
+    assert over(jnp.ones((2, 3))).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"axis_name is \('i',\); accepted: None, or a mesh axis"):
+        jax.grad(lambda x: over(x).sum())(jnp.ones((2, 3)))

@@ -82,11 +82,11 @@ def join(a: Pair, b: Pair, *, exp2: Any = fastmath.exp2) -> Pair:
     return p, a[1] * exp2((a[0] - p) * LOG2E) + b[1] * exp2((b[0] - p) * LOG2E)
 
 
-def added(totals: Pair) -> Pair:
-    """The total [b, c] of all segments, outside of a kernel."""
+def added(totals: Pair, *, axis: int = -1) -> Pair:
+    """The sum of pairs along an axis, outside of a kernel."""
     p, w = totals
-    top = p.max(axis=-1)
-    return top, (w * jnp.exp(p - top[..., None])).sum(axis=-1)
+    top = p.max(axis=axis)
+    return top, (w * jnp.exp(p - jnp.expand_dims(top, axis))).sum(axis=axis)
 
 
 def joined(before: Any, after: Any) -> Pair:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from pallas_ops.core import checks
 from pallas_ops.core.dispatch import Op
 from pallas_ops.core.partition import TypeOf, call, reshard_like
 from pallas_ops.core.shards import Names
@@ -64,6 +65,7 @@ def _forward(params: Params, x: jax.Array, edges: Any):  # type: ignore[no-untyp
 
 
 def _backward(params: Params, saved, do):  # type: ignore[no-untyped-def]
+    checks.axis_name(params.axis_name)  # JAX forgets that of a `jax.vmap` before this rule runs
     x, edges = saved
     dx = accumulate(params.transposed(), do, edges)
     return *reshard_like((dx,), (x,)), None

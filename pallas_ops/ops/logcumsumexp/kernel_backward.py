@@ -57,14 +57,15 @@ def backward(
     return dx.reshape(x.shape), dinitial.reshape(shape)
 
 
-def totals(x: jax.Array, *others: jax.Array, params: Params) -> tuple[jax.Array]:
+def totals(
+    x: jax.Array, do: jax.Array, saved_p: jax.Array, saved_s: jax.Array, *, params: Params
+) -> tuple[jax.Array]:
     """The gradient of the total before the first tile, without that of the final state."""
     plan = plan_of(x, params, backward=True)
-    s = plan.view.s
-    arrays = [y.reshape(s.b, -1, s.c) for y in (x, *others)]  # do, and the saved states
+    s, pivot = plan.view.s, lax.index_in_dim(saved_p, 0, params.axis, keepdims=False)
+    arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, saved_p, saved_s)]
     p, w = segments.added(_totals(plan, arrays))
-    u = w * jnp.exp(p + arrays[2][:, 0])
-    return (u.reshape(x.shape[: params.axis] + x.shape[params.axis + 1 :]),)
+    return ((w * jnp.exp(p + pivot.reshape(p.shape))).reshape(pivot.shape),)
 
 
 def _totals(plan: Plan, arrays: list[jax.Array]) -> Pair:

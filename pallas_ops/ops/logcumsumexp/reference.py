@@ -107,10 +107,10 @@ def _numbers(x: jax.Array, params: Params) -> jax.Array:
 
 def _of_tiles(first: jax.Array, y: jax.Array, params: Params) -> jax.Array:
     """What there is before each tile, of what there is at first and after each position."""
-    n, block_n = len(y), params.block_n
-    stop = jnp.minimum(jnp.arange(1, -(-n // block_n) + 1) * block_n, n)
-    y = jnp.take(y, n - stop if params.reverse else stop - 1, axis=0)
-    return jnp.moveaxis(jnp.concatenate([first[None], y]), 0, params.axis)
+    y, block_n = y[::-1] if params.reverse else y, params.block_n
+    last = y[-1:] if len(y) % block_n else y[:0]
+    y = jnp.concatenate([first[None], y[block_n - 1 :: block_n], last])
+    return jnp.moveaxis(y, 0, params.axis)
 
 
 def _scan(
@@ -196,9 +196,14 @@ def _start(
         pivot, total = pair_of(initial, total)
         return State(pivot, total, stop_gradient(jnp.zeros_like(total)))
     like = numbers.sum(0)  # for its type alone: its values are not used
-    lowest, zero = jnp.full_like(like, jnp.finfo(like.dtype).min), jnp.zeros_like(like)
+    lowest, zero = pair_of_nothing(like)
     varying: Any = vary.unify(lowest, zero, zero, like)
     return State(*varying[:3])
+
+
+def pair_of_nothing(like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The pivot and total of no numbers."""
+    return jnp.full_like(like, jnp.finfo(like.dtype).min), jnp.zeros_like(like)
 
 
 def pair_of(initial: jax.Array, total: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

@@ -17,9 +17,8 @@ from jax import lax
 from pallas_ops.core import shards, vary
 from pallas_ops.core.dispatch import Op
 from pallas_ops.ops.logcumsumexp.config import Params
-from pallas_ops.ops.logcumsumexp.reference import State, finite, pair_of
-
-Pair = tuple[jax.Array, jax.Array]
+from pallas_ops.ops.logcumsumexp.reference import State, finite, pair_of, pair_of_nothing
+from pallas_ops.scan.segments import Pair, added
 
 
 class Ops(NamedTuple):
@@ -51,7 +50,9 @@ class Shard:
         self.ops, self.run, self.axis_name, self.params = ops, run, axis_name, params
         self.number, self.count = shards.order(axis_name, reverse=params.reverse)
 
-    def forward(self, x: jax.Array, *given: jax.Array | None, save: bool) -> tuple[jax.Array, ...]:
+    def forward(
+        self, x: jax.Array, *given: jax.Array | None, save: bool = False
+    ) -> tuple[jax.Array, ...]:
         """Output and final state, from what the op is given; to save: the states of tiles."""
         return self._scan(self.ops.saving if save else self.ops.forward, x, self._states(x, *given))
 
@@ -107,8 +108,9 @@ class Shard:
     def _states(self, x: jax.Array, initial: jax.Array | None, total: jax.Array | None) -> States:
         """Of all shards, exchanged; the first one's has the initial state in it."""
         own = self.run(self.ops.totals, x)
-        start = _nothing(own[0]) if initial is None else pair_of(initial, total)
-        first = _joined(*map(jnp.stack, zip(start, own, strict=True)))
+        start = pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
+        p, t = map(jnp.stack, zip(start, own, strict=True))
+        first = added((p, t), axis=0)
         p, t = self._gathered(*_choose(self.number == 0, first, own))
         return States(start, (p, t))
 
@@ -116,10 +118,10 @@ class Shard:
         """The results of the shard; the final state is that of all shards, on each of them."""
         p, t = states.shards
         earlier = _along(jnp.arange(self.count) < self.number, p)
-        before = _joined(*_choose(earlier, (p, t), _nothing(p)))
+        before = added(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
         operands: Any = vary.unify(x, *_choose(self.number == 0, states.start, before))
         out, _, *saved = self.run(op, *operands)
-        final = _joined(p, t)
+        final = added((p, t), axis=0)
         return out, State(*final, final[1]).log, *saved
 
     def _gathered(self, *xs: jax.Array) -> list[jax.Array]:
@@ -130,19 +132,8 @@ class Shard:
         return [every[:, i] for i in range(len(xs))]
 
 
-def _nothing(like: jax.Array) -> Pair:
-    """The pair of no numbers."""
-    return jnp.full_like(like, jnp.finfo(like.dtype).min), jnp.zeros_like(like)
-
-
 def _choose(condition: jax.Array, ours: Any, others: Any) -> Any:
     return [jnp.where(condition, x, y) for x, y in zip(ours, others, strict=True)]
-
-
-def _joined(p: jax.Array, t: jax.Array) -> Pair:
-    """The sum of pairs along the first axis."""
-    pivot = p.max(axis=0)
-    return pivot, (t * jnp.exp(p - pivot[None])).sum(axis=0)
 
 
 def _below(pivot: jax.Array, p: jax.Array, u: jax.Array, among: jax.Array) -> jax.Array:

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_ops.core import vary
+from pallas_ops.core import checks, vary
 from pallas_ops.core.dispatch import Op
 from pallas_ops.core.partition import call, reshard_like
 from pallas_ops.core.shards import Names, checked, is_replicated, order
-from pallas_ops.ops.logcumsumexp import kernel, kernel_backward, reference, shards
+from pallas_ops.ops.logcumsumexp import kernel, kernel_backward, reference
 from pallas_ops.ops.logcumsumexp.config import Params
+from pallas_ops.ops.logcumsumexp.shards import Ops, Shard
 from pallas_ops.scan.limits import unless_too_many_rows
 from pallas_ops.scan.view import names
 
@@ -26,54 +27,52 @@ RESIDUALS = "pallas_ops.logcumsumexp"
 
 
 @functools.lru_cache(maxsize=128)
-def ops(before: int, after: int) -> shards.Ops:
+def ops(before: int, after: int) -> Ops:
     """The passes, and what shards sum up before them, with axes beside the scanned one."""
     full, states = names(before, after, "n"), names(before, after, "m")
     column = names(before, after)
 
-    def op(name: str, run: Any, operands: Any, results: Any, of_shard: Any = None) -> Op:
+    def op(
+        name: str, runs: Any, operands: Any, results: Any, of_shard: Any = None, **options: bool
+    ) -> Op:
+        kernel, reference = (partial(run, **options) for run in runs)
         return Op(
             name=f"logcumsumexp{name}",
-            kernel=unless_too_many_rows(*run),
-            reference=run[1],
+            kernel=unless_too_many_rows(kernel, reference),
+            reference=reference,
             operands=operands,
             results=results,
             unsharded=("m",) if of_shard else ("n", "m"),
             shards=of_shard and ("n", partial(_of_shard, of_shard)),
         )
 
-    scan, saving = (
-        [partial(run, save=save) for run in (kernel.forward, reference.forward)]
-        for save in (False, True)
-    )
-    totals = kernel.totals, reference.totals
+    given, saved = (full, column, column), (states, states)
+    totals, scan = (kernel.totals, reference.totals), (kernel.forward, reference.forward)
     backward_totals = kernel_backward.totals, reference.backward_totals
     backward = kernel_backward.backward, reference.backward
-    given, to_save, saved = (full, column, column), (full, column, states, states), (states, states)
-    of_shard = partial(shards.Shard.forward, save=False)
-    return shards.Ops(
+    return Ops(
         op("_totals", totals, (full,), (column, column)),
-        op("", scan, given, (full, column), of_shard),
-        op("", saving, given, to_save, shards.Shard.forward_saving_shards),
+        op("", scan, given, (full, column), Shard.forward, save=False),
+        op("", scan, given, (full, column, *saved), Shard.forward_saving_shards, save=True),
         op("_backward_totals", backward_totals, (full, full, *saved), (column,)),
         op(
             "_backward",
             backward,
             (full, full, column, *saved),
             (full, column),
-            shards.Shard.backward_from_shards,
+            Shard.backward_from_shards,
         ),
     )
 
 
-def _ops_of(params: Params, x: jax.Array) -> shards.Ops:
+def _ops_of(params: Params, x: jax.Array) -> Ops:
     return ops(params.axis, x.ndim - params.axis - 1)
 
 
 def _of_shard(
     of_shard: Any, run: Any, mesh_axes: Names, x: jax.Array, *others: Any, params: Params
 ) -> Any:
-    shard = shards.Shard(_ops_of(params, x), partial(run, params=params), mesh_axes, params)
+    shard = Shard(_ops_of(params, x), partial(run, params=params), mesh_axes, params)
     return of_shard(shard, x, *others)
 
 
@@ -90,7 +89,7 @@ def evaluate(
     """Output and final state, and what is saved; differentiated by JAX: the reference can be."""
     scan = partial(_run(params), _ops_of(params, x)[1 + save])
     if params.axis_name is not None:
-        of_shard = partial(shards.Shard.forward, save=save)
+        of_shard = partial(Shard.forward, save=save)
         scan = partial(_of_shard, of_shard, _run(params), params.axis_name)
     return scan(x, initial, None, params=params)  # type: ignore[no-any-return]
 
@@ -109,6 +108,7 @@ def _forward(params: Params, *primals):  # type: ignore[no-untyped-def]
 
 
 def _backward(params: Params, saved, cotangents):  # type: ignore[no-untyped-def]
+    checks.axis_name(params.axis_name)  # JAX forgets that of a `jax.vmap` before this rule runs
     x, initial, states = saved
     do, dfinal = cotangents
     if isinstance(do, SymbolicZero):
@@ -129,7 +129,7 @@ def _backward_of_shard(
     axis_name: Any = params.axis_name
     if dfinal is not None and not checked(axis_name):
         dfinal = jax.lax.psum(dfinal, axis_name)
-    run = partial(_of_shard, shards.Shard.backward, _run(params), axis_name)
+    run = partial(_of_shard, Shard.backward, _run(params), axis_name)
     dx, dinitial = run(x, do, dfinal, *states, params=params)
     if initial is not None and not is_replicated(initial, axis_name):
         number, _ = order(axis_name, reverse=params.reverse)
