@@ -1,4 +1,4 @@
-"""Which calls a kernel takes: positions, and rows and columns of a `View`, count in 32 bits."""
+"""Which calls kernels take: positions, rows and columns of a `View` are counted in 32 bits."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def implementation_for(
     *dtypes: Any,
     **sizes: int,
 ) -> Implementation | None:
-    """The reference for what no kernel takes, else as asked; `sizes` are of operands beside x."""
+    """The reference for what no kernel takes, else as asked; `sizes`: of other operands."""
     sizes |= {f"axis {i}": size for i, size in enumerate(shape)}
     for dtype in dtypes:
         implementation = kernel_or_reference(implementation, dtype, sizes)
@@ -31,7 +31,7 @@ def implementation_for(
 
 
 def unless_too_many_rows(kernel: Run, reference: Run) -> Run:
-    """`kernel`, or `reference` where `jax.vmap` has made more rows than `kernel` counts."""
+    """`kernel`, or `reference` where `jax.vmap` has made more rows than a kernel counts."""
 
     def run(x: jax.Array, *others: Any, params: Any) -> Any:
         fits = math.prod(x.shape[: params.axis]) <= LONGEST

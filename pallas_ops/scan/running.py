@@ -43,7 +43,7 @@ def plus(start: jax.Array | None, x: jax.Array) -> jax.Array:
 def exclusive_scan(
     combine: Combine, nothing: Tiles, xs: Tiles, *, axis: int, reverse: bool
 ) -> tuple[jax.Array, ...]:
-    """For each entry along an axis the sum of those that the scan met before."""
+    """For each entry along an axis the sum of all before it, in scan direction."""
     size = len(xs)
 
     def join(before: Tiles, after: Tiles) -> Tiles:

@@ -97,7 +97,7 @@ def joined(before: Any, after: Any) -> Pair:
 def prepared(
     s: Sizes, find_totals: Callable[[], Pair], *, reverse: bool = False
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """For each segment the sum of the totals before it (in reverse: after it); None for one alone.
+    """For each segment the sum of the totals before it (in reverse: after it); None for one.
 
     The totals as they are where they are few, since `load` then adds them up.
     """

@@ -92,12 +92,12 @@ class View:
 
     @property
     def wraps(self) -> bool:
-        """Whether positions of a tile may be beyond int32, where they are behind the axis."""
+        """Whether positions of a tile that ends beyond the axis may exceed int32."""
         last = self.s.n if self.packed else (self.s.count - 1) * self.s.size
         return last + self.tiles * self.block_n >= 2**31
 
 
 def names(before: int, after: int, *scanned: str) -> str:
-    """The axes of an array as an `Op` names them: so many, those that are scanned, so many."""
+    """The axis names of an array of an `Op`: outer axes, those that are given, inner axes."""
     outer, inner = (f"o{i}" for i in range(before - 1)), (f"i{i}" for i in range(after))
     return " ".join(("b", *outer, *scanned, *inner))

@@ -81,33 +81,27 @@ def chunk_cumsum_decay(
     Source: the kernel chunk_cumsum_decay of xopes (https://github.com/Doraemonzzz/xopes), to which
     it adds chunks of any size, any axis, the shift within a chunk, packed sequences and gradients.
     """
-    sums = axis, chunk_size, reverse, shift
-    return _run(*prepare(x, *sums, scale, cu_seqlens, dtype, axis_name, implementation, config))
+    static = axis, chunk_size, reverse, shift, implementation, config
+    return _run(*prepare(x, scale, cu_seqlens, dtype, axis_name, *static))
 
 
 def prepare(
     x: ArrayLike,
-    axis: SupportsIndex,
-    chunk_size: SupportsIndex,
-    reverse: bool | np.bool_,
-    shift: Shift | None,
     scale: ArrayLike | None,
     cu_seqlens: ArrayLike | Sequence[int] | None,
     dtype: DTypeLike | None,
-    axis_name: AxisName | None = None,
-    implementation: Implementation | None = "xla",
-    config: ChunkCumsumDecayConfig | None = None,
+    axis_name: AxisName | None,
+    *static: Any,
 ) -> tuple[Params, jax.Array, jax.Array | None, jax.Array | None]:
-    """What `evaluate` takes, or a refusal."""
+    """What `evaluate` takes, or a refusal; `static` is what `_check` takes beside these."""
     x, bounds = checks.array("x", x), checks.optional_array("cu_seqlens", cu_seqlens)
     checks.floating("x", x)
     factor = checks.scale("scale", scale, wide(x.dtype))
     number, factor = (None, factor) if isinstance(factor, jax.Array) else (factor, None)
     names = checks.axis_name(axis_name)
     num_shards = 1 if names is None else jax.lax.axis_size(names)
-    facts = axis, chunk_size, reverse, shift, number, _dtype(dtype), names, num_shards
-    params = _check(signature(x), signature(bounds), *facts, implementation, config)
-    return params, x, bounds, factor
+    facts = signature(x), signature(bounds), number, _dtype(dtype), names, num_shards
+    return _check(*facts, *static), x, bounds, factor
 
 
 def _dtype(dtype: Any) -> Any:
@@ -125,16 +119,16 @@ def _dtype(dtype: Any) -> Any:
 def _check(
     x: jax.ShapeDtypeStruct,
     bounds: jax.ShapeDtypeStruct | None,
-    axis: SupportsIndex,
-    chunk_size: Any,
-    reverse: bool | np.bool_,
-    shift: Shift | None,
     scale: float | None,
     dtype: Any,
     axis_name: tuple[str, ...] | None,
     num_shards: int,
-    implementation: Implementation | None,
-    config: ChunkCumsumDecayConfig | None,
+    axis: SupportsIndex,
+    chunk_size: Any,
+    reverse: bool | np.bool_,
+    shift: Shift | None,
+    implementation: Implementation | None = "xla",
+    config: ChunkCumsumDecayConfig | None = None,
 ) -> Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
     implementations.check(implementation, config, ChunkCumsumDecayConfig)

@@ -19,7 +19,7 @@ from pallas_ops.scan.tile import Tile, loop
 def accumulate(
     x: jax.Array, edges: jax.Array | None, carry: jax.Array | None, *, params: Params
 ) -> tuple[jax.Array]:
-    """The sums, like x but of their own dtype. The first one that is met starts from `carry`."""
+    """The sums, in the dtype of the result. The first one in scan direction starts from `carry`."""
     plan = plan_of(x, edges, params)
     s = plan.view.s
     view = x.reshape(s.b, s.n, s.c)

@@ -14,7 +14,7 @@ from pallas_ops.ops.chunk_cumsum_decay.config import Params
 def accumulate(
     x: jax.Array, edges: jax.Array | None, carry: jax.Array | None, *, params: Params
 ) -> tuple[jax.Array]:
-    """The sums, like x but of their own dtype. The first one that is met starts from `carry`.
+    """The sums, in the dtype of the result. The first one in scan direction starts from `carry`.
 
     `edges` are as `edges_of` gives them, and may be of a longer axis, of which this is a part that
     begins at 0.
@@ -26,7 +26,7 @@ def accumulate(
 
 
 def _regular(y: jax.Array, carry: jax.Array | None, p: Params) -> jax.Array:
-    """Chunks are counted from 0, so they are an axis of their own."""
+    """Without `edges`: chunks are counted from 0, so each is a row of a reshaped array."""
     axis, reverse, size = p.axis, p.reverse, p.chunk_size
     outer, n, inner = y.shape[:axis], y.shape[axis], y.shape[axis + 1 :]
     num_chunks = -(-n // size)
@@ -43,7 +43,7 @@ def _regular(y: jax.Array, carry: jax.Array | None, p: Params) -> jax.Array:
 
 
 def previous(y: jax.Array, axis: int, reverse: bool) -> jax.Array:
-    """What a sum meets just before each position, and 0 before the first."""
+    """The number just before each position in scan direction, and 0 for the first."""
     return _pad(y, axis, -1, 1) if reverse else _pad(y, axis, 1, -1)
 
 
@@ -72,7 +72,7 @@ def among(ends: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def _packed(y: jax.Array, edges: jax.Array, carry: jax.Array | None, p: Params) -> jax.Array:
-    """Chunks are counted from where sequences begin."""
+    """With `edges`: chunks are counted from where their sequence begins."""
     axis, reverse, n = p.axis, p.reverse, y.shape[p.axis]
     i = jnp.arange(n, dtype=jnp.int32)
     sequence = among(edges[1:-1], i)
@@ -82,7 +82,7 @@ def _packed(y: jax.Array, edges: jax.Array, carry: jax.Array | None, p: Params) 
     def along(flags: jax.Array) -> jax.Array:
         return lax.expand_dims(flags, [j for j in range(y.ndim) if j != axis])
 
-    edge = along(i + 1 == high if reverse else i == low)  # the first of its sequence to be met
+    edge = along(i + 1 == high if reverse else i == low)  # the first of its sequence
     ahead = (offset == p.chunk_size - 1) | (i + 1 == high) if reverse else offset == 0
     first = along(ahead)  # the first of its chunk
     y = jnp.where(along((sequence > 0) & (sequence < edges.size - 2)), y, 0)

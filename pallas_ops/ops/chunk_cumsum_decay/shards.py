@@ -69,15 +69,12 @@ def _width(p: Params, n: int, *, even: bool) -> int:
 
 
 def _reach(p: Params, edges: jax.Array, bound: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How many positions before a bound enter the sums behind it.
-
-    And whether the chunk behind the bound begins before it.
-    """
+    """How many positions before a bound enter the sums after it, and if a chunk spans the bound."""
 
     def chunk(i: jax.Array) -> tuple[jax.Array, ...]:
-        """Of the chunk at i: if it is of a sequence, and how far before the bound it begins.
+        """Of the chunk at i: whether it belongs to a sequence, and three distances to the bound.
 
-        Also how far before the bound its sequence begins, and how far behind it that ends.
+        From where the chunk begins, from where its sequence begins, and to where that ends.
         """
         sequence = among(edges[1:-1], i[None])[0]
         low, high = edges[sequence], edges[sequence + 1]

@@ -110,13 +110,13 @@ class Chunks(Ranges):
         self.store(ref, position + self.step, zeros, mask)
 
     def _edge(self) -> tuple[jax.Array, jax.Array]:
-        """What is just before each chunk, as the sum goes, and whether a shift may cross to it."""
+        """The position before each chunk in scan direction, and whether a shift may cross to it."""
         position = self.stop if self.view.reverse else self.start - 1
         there = (self.start < self.stop) & self._may_cross(position, -self.step)
         return position, there
 
     def _may_cross(self, position: jax.Array, step: int) -> jax.Array:
-        """Whether a shift may cross to a position that is one step beside one of the chunk."""
+        """Whether a shift may cross to a position that is one `step` from one of the chunk."""
         low, high = self.low, self.high
         if position.ndim == 4:
             low, high = per_range(low), per_range(high)

@@ -67,8 +67,8 @@ def logcumsumexp(
     Source: the kernels parallel and recurrence of xopes, to which it adds exactness, any axis,
     clipping and reversal without copies, and a backward pass that saves nothing of x's size but x.
     """
-    given = axis, reverse, clip, axis_name, implementation, config
-    return _run(*prepare(x, initial_state, *given))[0]
+    static = axis, reverse, clip, implementation, config
+    return _run(*prepare(x, initial_state, axis_name, *static))[0]
 
 
 def logcumsumexp_with_state(
@@ -87,38 +87,29 @@ def logcumsumexp_with_state(
     It is the initial state of what follows: a sequence may be split anywhere. (With `clip`, that
     state is clipped as any other, so this holds up to `clip`. Of a float64 x it is float64.)
     """
-    given = axis, reverse, clip, axis_name, implementation, config
-    return _run(*prepare(x, initial_state, *given))
+    static = axis, reverse, clip, implementation, config
+    return _run(*prepare(x, initial_state, axis_name, *static))
 
 
 def prepare(
-    x: ArrayLike,
-    initial_state: ArrayLike | None,
-    axis: SupportsIndex,
-    reverse: bool | np.bool_,
-    clip: float | np.floating[Any] | None,
-    axis_name: AxisName | None = None,
-    implementation: Implementation | None = "xla",
-    config: LogcumsumexpConfig | None = None,
+    x: ArrayLike, initial_state: ArrayLike | None, axis_name: AxisName | None, *static: Any
 ) -> tuple[Params, jax.Array, jax.Array | None]:
-    """What `evaluate` takes, or a refusal."""
+    """What `evaluate` takes, or a refusal; `static` is what `_check` takes beside these."""
     x, initial = checks.array("x", x), checks.optional_array("initial_state", initial_state)
-    signatures = signature(x), signature(initial)
     names = checks.axis_name(axis_name)
-    params = _check(*signatures, axis, reverse, clip, names, implementation, config)
-    return params, x, initial
+    return _check(signature(x), signature(initial), names, *static), x, initial
 
 
 @cached
 def _check(
     x: jax.ShapeDtypeStruct,
     initial: jax.ShapeDtypeStruct | None,
+    axis_name: tuple[str, ...] | None,
     axis: SupportsIndex,
     reverse: bool | np.bool_,
     clip: Any,
-    axis_name: tuple[str, ...] | None,
-    implementation: Implementation | None,
-    config: LogcumsumexpConfig | None,
+    implementation: Implementation | None = "xla",
+    config: LogcumsumexpConfig | None = None,
 ) -> Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
     implementations.check(implementation, config, LogcumsumexpConfig)

@@ -53,8 +53,8 @@ def forward(
 ) -> tuple[jax.Array, ...]:
     """Output and final state; to save: pivots and totals before each tile and after the last.
 
-    States are without the axis, in float32 (float64). With a `total`, `initial` is the pivot that
-    it is relative to, and no logarithm.
+    States are in float32 (float64), the final one without the axis. With a `total`, `initial` is
+    the pivot that it is relative to, and no logarithm.
     """
     axis, numbers = params.axis, _numbers(x, params)
     start = _start(numbers, initial, total)
@@ -62,7 +62,7 @@ def forward(
     last, (out, *states) = _scan(start, (numbers,), emit, params.reverse)
     result: Any = reshard_like((jnp.moveaxis(out, 0, axis).astype(x.dtype),), (x,))
     pairs = zip(start, states, strict=False)
-    return *result, last.log, *(_of_tiles(first, y, params) for first, y in pairs)
+    return *result, last.log, *(_at_tiles(first, y, params) for first, y in pairs)
 
 
 def totals(x: jax.Array, *, params: Params) -> tuple[jax.Array, jax.Array]:
@@ -105,8 +105,8 @@ def _numbers(x: jax.Array, params: Params) -> jax.Array:
     return clamp(jnp.moveaxis(y, params.axis, 0), params.clip)
 
 
-def _of_tiles(first: jax.Array, y: jax.Array, params: Params) -> jax.Array:
-    """What there is before each tile, of what there is at first and after each position."""
+def _at_tiles(first: jax.Array, y: jax.Array, params: Params) -> jax.Array:
+    """`first`, and of y, whose entries belong to positions, those of the last one of each tile."""
     y, block_n = y[::-1] if params.reverse else y, params.block_n
     last = y[-1:] if len(y) % block_n else y[:0]
     y = jnp.concatenate([first[None], y[block_n - 1 :: block_n], last])

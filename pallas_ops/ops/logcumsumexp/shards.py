@@ -61,7 +61,7 @@ class Shard:
     ) -> tuple[jax.Array, ...]:
         """Saves not the states of tiles, which are not those of the whole axis, but of shards.
 
-        They lie where one device would have those of tiles, if there is room for all of them.
+        They take the places of the tiles' states, if there are enough; else the first one does.
         """
         states, axis = self._states(x, *given), self.params.axis
         out, final, *_ = self._scan(self.ops.saving, x, states)
