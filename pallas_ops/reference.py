@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_ops.core.shards import AxisName
 from pallas_ops.ops.chunk_cumsum_decay import api as _chunk_cumsum_decay
-from pallas_ops.ops.chunk_cumsum_decay.reference import Shift
+from pallas_ops.ops.chunk_cumsum_decay.config import Shift
 from pallas_ops.ops.logcumsumexp import api as _logcumsumexp
 from pallas_ops.ops.lrpe_cosine import api as _lrpe_cosine
 from pallas_ops.ops.lrpe_cosine.reference import Act, Layout
@@ -45,8 +45,8 @@ def chunk_cumsum_decay(
 ) -> jax.Array:
     """`pallas_ops.chunk_cumsum_decay` in jax.numpy."""
     op = _chunk_cumsum_decay
-    sums = axis, chunk_size, reverse, shift
-    return op.evaluate(*op.prepare(x, *sums, scale, cu_seqlens, dtype, axis_name))
+    static = axis, chunk_size, reverse, shift
+    return op.evaluate(*op.prepare(x, scale, cu_seqlens, dtype, axis_name, *static))
 
 
 def logcumsumexp(
@@ -60,7 +60,7 @@ def logcumsumexp(
 ) -> jax.Array:
     """`pallas_ops.logcumsumexp` in jax.numpy."""
     op = _logcumsumexp
-    return op.evaluate(*op.prepare(x, initial_state, axis, reverse, clip, axis_name))[0]
+    return op.evaluate(*op.prepare(x, initial_state, axis_name, axis, reverse, clip))[0]
 
 
 def logcumsumexp_with_state(
@@ -74,7 +74,7 @@ def logcumsumexp_with_state(
 ) -> tuple[jax.Array, jax.Array]:
     """`pallas_ops.logcumsumexp_with_state` in jax.numpy."""
     op = _logcumsumexp
-    return op.evaluate(*op.prepare(x, initial_state, axis, reverse, clip, axis_name))
+    return op.evaluate(*op.prepare(x, initial_state, axis_name, axis, reverse, clip))
 
 
 def lrpe_cosine(

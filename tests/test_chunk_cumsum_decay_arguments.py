@@ -13,8 +13,8 @@ import pytest
 import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
 from pallas_ops.core import card, implementations, launch
-from pallas_ops.ops.chunk_cumsum_decay.config import choose
-from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, Plan
+from pallas_ops.ops.chunk_cumsum_decay.config import Params, Plan, choose
+from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks
 from pallas_ops.scan.view import Sizes, View
 from tests import h200
 from tests.chunk_cumsum_decay import Rng, arguments, pulled, truth
@@ -181,7 +181,8 @@ def test_counts_to_two_to_the_31() -> None:
     s = Sizes(b=1, n=n, c=1, size=chunk_size, count=2, itemsize=2)
     view = View(s=s, reverse=False, block_n=128, block_c=1, num_ranges=2, num_steps=1)
     config = ChunkCumsumDecayConfig(block_n=128, num_chunks=2)
-    plan = Plan(view=view, c=config, shift=None, shift_result=False, scale=None)
+    params = Params(axis=1, chunk_size=chunk_size, dtypes=("float32", "float32"))
+    plan = Plan(view=view, c=config, params=params)
 
     def kernel(stop_ref: Any) -> None:
         stop_ref[...] = Chunks(plan, None).stop.reshape(2)

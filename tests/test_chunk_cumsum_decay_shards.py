@@ -15,6 +15,7 @@ import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
 from pallas_ops.core.partition import call
 from pallas_ops.ops.chunk_cumsum_decay import vjp
+from pallas_ops.ops.chunk_cumsum_decay.config import Params
 from tests import h200, shards
 from tests.support import assert_close, kernel_implementation, random_array
 
@@ -198,8 +199,8 @@ def test_packed_sequences_exchange_totals_alone(rng: Rng) -> None:
 def test_kernels_start_from_a_carry(rng: Rng, axis: int, reverse: bool) -> None:
     """Emulated or on a GPU: a part of an axis whose sequences begin before it and end behind it."""
     x, carry = random_array(rng, (2, 40, 40)), random_array(rng, (2, 40))
-    sums = vjp.op(axis, 2 - axis, is_gradient=False)
-    same: Any = dict(axis=axis, reverse=reverse, scale=0.5, dtype="float32")
+    sums = vjp.op(axis, 2 - axis)
+    same: Any = dict(axis=axis, reverse=reverse, scale=0.5, dtypes=("float32", "float32"))
     for edges, chunk_size, shift, config in (
         (None, 16, "chunk", None),
         (None, 40, "sequence", ChunkCumsumDecayConfig(block_n=4, num_segments=3)),
@@ -209,9 +210,9 @@ def test_kernels_start_from_a_carry(rng: Rng, axis: int, reverse: bool) -> None:
         operands = x, None if edges is None else jnp.array(edges), carry
         options = same | dict(chunk_size=chunk_size, shift=shift, config=config)
         for shift_result in (False, True) if shift == "sequence" else (False,):
-            options["shift_result"] = shift_result
-            (want,) = jax.jit(partial(sums.reference, **options))(*operands)
-            (got,) = call(sums, *operands, implementation=KERNEL, **options)
+            params = Params(shift_result=shift_result, **options)
+            (want,) = jax.jit(partial(sums.reference, params=params))(*operands)
+            (got,) = call(sums, *operands, implementation=KERNEL, params=params)
             assert_close(got, want, terms=64)
 
 
@@ -224,3 +225,11 @@ def test_shards_of_nothing() -> None:
 def test_names_that_are_refused() -> None:
     with pytest.raises(ValueError, match="axis_name is 'z'; accepted: None, or a mesh axis of the"):
         pallas_ops.chunk_cumsum_decay(jnp.ones((2, 8)), axis_name="z")
+
+
+def test_the_axis_of_a_vmap_has_no_gradient_outside_of_it() -> None:
+    fn: Any = lambda x: pallas_ops.chunk_cumsum_decay(x, axis=0, axis_name="i")  # noqa: E731
+    over = jax.vmap(fn, axis_name="i")
+    assert over(jnp.ones((2, 3))).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"axis_name is \('i',\); accepted: None, or a mesh axis"):
+        jax.grad(lambda x: over(x).sum())(jnp.ones((2, 3)))

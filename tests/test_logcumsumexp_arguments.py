@@ -92,6 +92,16 @@ def test_kernels_count_in_32_bits(shape: tuple[int, ...], axis: int, what: str |
             jax.eval_shape(partial(pallas_ops.logcumsumexp, axis=axis, implementation="triton"), x)
 
 
+def test_more_rows_than_it_counts_run_the_reference() -> None:
+    """Of `jax.vmap`, forward and backward."""
+    run = jax.vmap(jax.grad(lambda x: jnp.square(pallas_ops.logcumsumexp(x)).mean()))
+    for rows, is_kernel in ((2**14, True), (2**16, False)):
+        x = jax.ShapeDtypeStruct((2**16, rows, 3), jnp.bfloat16)
+        text = h200.lower_for_cuda(run, x).as_text()
+        for name in ("pallas_ops_logcumsumexp", "pallas_ops_logcumsumexp_backward"):
+            assert (f'name = "{name}"' in text) == is_kernel
+
+
 def test_float64_runs_the_reference_and_is_refused_as_a_kernel(rng: Rng) -> None:
     with jax.enable_x64(True):
         xs = tuple(random_array(rng, shape, jnp.float64) for shape in ((9, 2), (1, 2)) * 2)

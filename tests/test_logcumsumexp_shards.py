@@ -1,6 +1,7 @@
 """logcumsumexp with its axis sharded: one exchange of states a pass, exact as on one device."""
 
 import collections
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -18,7 +19,8 @@ import pallas_ops
 from pallas_ops import LogcumsumexpConfig
 from pallas_ops.core.dispatch import Op
 from pallas_ops.core.partition import call
-from pallas_ops.ops.logcumsumexp import passes
+from pallas_ops.ops.logcumsumexp.config import Params
+from pallas_ops.ops.logcumsumexp.vjp import ops
 from tests import h200, shards
 from tests.logcumsumexp import arguments, assert_exact, loop
 from tests.support import assert_close, case, kernel_implementation, random_array
@@ -238,28 +240,29 @@ def test_no_exchange_is_larger_than_the_states(rng: Rng) -> None:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_kernels_of_a_shard(rng: Rng, axis: int, reverse: bool) -> None:
     """Emulated or on a GPU: the totals of both passes, and a scan that starts from a pair."""
-    ops = passes.ops(axis, 2 - axis)
+    passes = ops(axis, 2 - axis)
     pair = 1e4 + random_array(rng, (2, 40)), 1 + random_array(rng, (2, 40)) ** 2
-    static: Any = dict(axis=axis, reverse=reverse, clip=None, block_n=16)
+    params = Params(axis=axis, reverse=reverse, block_n=16)
 
     @functools.cache
     def reference(op: Op) -> Any:
-        return jax.jit(partial(op.reference, **static, config=None))
+        return jax.jit(partial(op.reference, params=params))
 
     for config in (
         None,
         LogcumsumexpConfig(block_n=16, block_c=2, block_exact=8, num_segments=2),
     ):
         for x in (random_array(rng, (2, 40, 40)), 1e4 * random_array(rng, (2, 40, 40))):
-            do, saved = random_array(rng, x.shape), reference(ops.saving)(x, *pair)[2:]
+            do, saved = random_array(rng, x.shape), reference(passes.saving)(x, *pair)[2:]
             for op, operands in (
-                (ops.totals, (x,)),
-                (ops.forward, (x, *pair)),
-                (ops.backward_totals, (x, do, *saved)),
+                (passes.totals, (x,)),
+                (passes.forward, (x, *pair)),
+                (passes.backward_totals, (x, do, *saved)),
             ):
-                got: Any = call(op, *operands, implementation=KERNEL, config=config, **static)
+                chosen = dataclasses.replace(params, config=config)
+                got: Any = call(op, *operands, implementation=KERNEL, params=chosen)
                 want = reference(op)(*operands)
-                if op is ops.totals:  # pairs of other pivots
+                if op is passes.totals:  # pairs of other pivots
                     got, want = (p + jnp.log(t) for p, t in (got, want))
                 assert_close(got, want, terms=64)
 
@@ -301,3 +304,11 @@ def test_names_that_are_refused(name: Any, error: Any, message: str) -> None:
         fn(jnp.ones(8))
     with pytest.raises(error, match=message):
         shards.mapped(fn, shards.line(8), P("x"), P("x"))(jnp.ones(8))
+
+
+def test_the_axis_of_a_vmap_has_no_gradient_outside_of_it() -> None:
+    fn: Any = lambda x: pallas_ops.logcumsumexp(x, axis=0, axis_name="i")  # noqa: E731
+    over = jax.vmap(fn, axis_name="i")
+    assert over(jnp.ones((2, 3))).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"axis_name is \('i',\); accepted: None, or a mesh axis"):
+        jax.grad(lambda x: over(x).sum())(jnp.ones((2, 3)))

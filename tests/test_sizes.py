@@ -15,9 +15,8 @@ import pallas_ops
 from pallas_ops.core import launch
 from pallas_ops.core.card import H200
 from pallas_ops.core.implementations import LONGEST
-from pallas_ops.ops.chunk_cumsum_decay import tiles as chunks
-from pallas_ops.ops.logcumsumexp import plan as logcumsumexp
-from pallas_ops.ops.logcumsumexp.config import choose_block_n
+from pallas_ops.ops.chunk_cumsum_decay import config as chunks
+from pallas_ops.ops.logcumsumexp import config as logcumsumexp
 from pallas_ops.ops.lrpe_cosine import config as lrpe_config
 from pallas_ops.ops.lrpe_cosine import tiles as lrpe
 from pallas_ops.ops.tpa_decode import config as tpa_config
@@ -66,19 +65,14 @@ def same(got: jax.Array, want: np.ndarray[Any, Any], where: Any = True) -> None:
 
 def views(shape: tuple[int, int, int]) -> Iterator[View]:
     x = jax.ShapeDtypeStruct(shape, jnp.dtype("bfloat16"))
-    block_n = choose_block_n(Sizes.of(shape, 1, 2))
+    block_n = logcumsumexp.choose_block_n(Sizes.of(shape, 1, 2))
     for reverse, backward in itertools.product((False, True), repeat=2):
-        options: Any = dict(reverse=reverse, clip=None, backward=backward)
-        yield logcumsumexp.plan_of(x, 1, block_n, None, **options).view  # type: ignore[arg-type]
-        for chunk_size in (1, 100, 2**30, shape[1]):
-            options = dict(config=None, reverse=reverse, shift=None, shift_result=False, scale=None)
-            yield chunks.plan_of(
-                x,  # type: ignore[arg-type]
-                None,
-                axis=1,
-                chunk_size=chunk_size,
-                **options,
-            ).view
+        scan = logcumsumexp.Params(axis=1, block_n=block_n, reverse=reverse)
+        yield logcumsumexp.plan_of(x, scan, backward=backward).view  # type: ignore[arg-type]
+        for chunk_size in (1, 100, 2**30, 2**30 + 5, shape[1]):
+            dtypes = "bfloat16", "bfloat16"
+            params = chunks.Params(axis=1, chunk_size=chunk_size, reverse=reverse, dtypes=dtypes)
+            yield chunks.plan_of(x, None, params).view  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shape", LARGE)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core.triton_ext import scan
+from pallas_ops.core.triton_ext import Combine, Tiles, scan
 from pallas_ops.scan.tile import per_range
 
 STEPS, GROUPS = 0, 2  # axes of a tile
@@ -26,13 +26,13 @@ def running_sums(
     totals = x.sum(axis=STEPS)
     before = None if start is None else per_range(start)
     if exclusive:
-        sums = sums_before(x, axis=GROUPS, reverse=reverse)
+        sums = _sums_before(x, GROUPS, reverse)
     elif x.shape[STEPS] == 1:
         sums = _inclusive(x, GROUPS, reverse)
     else:
         sums = _inclusive(x, STEPS, reverse)
         if x.shape[GROUPS] > 1:
-            before = plus(before, sums_before(totals, axis=GROUPS - 1, reverse=reverse)[None])
+            before = plus(before, _sums_before(totals, GROUPS - 1, reverse)[None])
     return plus(before, sums), totals.sum(axis=GROUPS - 1)
 
 
@@ -40,9 +40,22 @@ def plus(start: jax.Array | None, x: jax.Array) -> jax.Array:
     return x if start is None else start + x
 
 
-def sums_before(x: jax.Array, *, axis: int, reverse: bool = False) -> jax.Array:
-    """For each group the sum of the groups that the scan met before."""
-    return scan(_exclusive, (jnp.zeros_like(x), x), axis=axis, reverse=reverse)[0]
+def exclusive_scan(
+    combine: Combine, nothing: Tiles, xs: Tiles, *, axis: int, reverse: bool
+) -> tuple[jax.Array, ...]:
+    """For each entry along an axis the sum of all before it, in scan direction."""
+    size = len(xs)
+
+    def join(before: Tiles, after: Tiles) -> Tiles:
+        """The sum of all but the last, and of all."""
+        total = before[size:]
+        return *combine(total, after[:size]), *combine(total, after[size:])
+
+    return scan(join, (*nothing, *xs), axis=axis, reverse=reverse)[:size]
+
+
+def _sums_before(x: jax.Array, axis: int, reverse: bool) -> jax.Array:
+    return exclusive_scan(_add, (jnp.zeros_like(x),), (x,), axis=axis, reverse=reverse)[0]
 
 
 def _inclusive(x: jax.Array, axis: int, reverse: bool) -> jax.Array:
@@ -51,11 +64,6 @@ def _inclusive(x: jax.Array, axis: int, reverse: bool) -> jax.Array:
 
 def _add(before: Any, after: Any) -> Any:
     return (before[0] + after[0],)
-
-
-def _exclusive(before: Any, after: Any) -> Any:
-    """The sum of all but the last, and of all."""
-    return before[1] + after[0], before[1] + after[1]
 
 
 def edge(x: jax.Array, axis: int, *, last: bool) -> jax.Array:

@@ -9,6 +9,7 @@ A total is a pair (p, w), which stands for w * exp(p). Totals are arrays [b, c, 
 column lie side by side.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -81,11 +82,11 @@ def join(a: Pair, b: Pair, *, exp2: Any = fastmath.exp2) -> Pair:
     return p, a[1] * exp2((a[0] - p) * LOG2E) + b[1] * exp2((b[0] - p) * LOG2E)
 
 
-def added(totals: Pair) -> Pair:
-    """The total [b, c] of all segments, outside of a kernel."""
+def added(totals: Pair, *, axis: int = -1) -> Pair:
+    """The sum of pairs along an axis, outside of a kernel."""
     p, w = totals
-    top = p.max(axis=-1)
-    return top, (w * jnp.exp(p - top[..., None])).sum(axis=-1)
+    top = p.max(axis=axis)
+    return top, (w * jnp.exp(p - jnp.expand_dims(top, axis))).sum(axis=axis)
 
 
 def joined(before: Any, after: Any) -> Pair:
@@ -93,11 +94,16 @@ def joined(before: Any, after: Any) -> Pair:
     return join(before, after, exp2=jnp.exp2)
 
 
-def prepared(s: Sizes, totals: Pair, *, reverse: bool = False) -> Pair:
-    """For each segment the sum of the totals before it (in reverse: after it).
+def prepared(
+    s: Sizes, find_totals: Callable[[], Pair], *, reverse: bool = False
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """For each segment the sum of the totals before it (in reverse: after it); None for one.
 
     The totals as they are where they are few, since `load` then adds them up.
     """
+    if s.count == 1:
+        return None, None
+    totals = find_totals()
     if s.count <= FEW:
         return totals
     columns, block = s.b * s.c, power_of_two(s.count)

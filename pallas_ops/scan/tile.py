@@ -1,6 +1,7 @@
 """The ranges and columns of one program, and tiles of them. Masks are made here alone."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,10 @@ from jax.experimental import pallas as pl
 from pallas_ops.core import launch
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, both, span, stack, unstack
+from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.scan.view import View
+
+T = TypeVar("T")
 
 
 class Ranges:
@@ -83,6 +87,15 @@ class Ranges:
         return tuple(jnp.broadcast_to(x, shape) for x in (row, position, column)), mask
 
 
+def loop(count: Any, step: Callable[[Any, T], T], carry: T, num_stages: int = 1) -> T:
+    """`step` of 0 to count - 1, whose loads run up to `num_stages` ahead."""
+    if isinstance(count, int) and count == 1:
+        return step(0, carry)
+    ahead = lambda t, y: step(pipelined(t, num_stages), y)  # noqa: E731
+    result: T = lax.fori_loop(0, count, ahead, carry)
+    return result
+
+
 def per_range(x: jax.Array) -> jax.Array:
     """[ranges, columns] beside tiles."""
     return x[None, :, None, :]
@@ -108,6 +121,8 @@ class Tile:
             inside = self.position >= per_range(ranges.start)
         else:
             inside = self.position < per_range(ranges.stop)
+            if view.wraps:
+                inside &= self.position >= per_range(ranges.start)
         self.mask = None if view.full else inside
 
     def load(self, ref: Ref, other: float = 0.0) -> jax.Array:

@@ -89,3 +89,15 @@ class View:
         s = self.s
         even = s.n % s.size == 0 and s.size % self.block_n == 0
         return even and self.all_slots and not self.packed
+
+    @property
+    def wraps(self) -> bool:
+        """Whether positions of a tile that ends beyond the axis may exceed int32."""
+        last = self.s.n if self.packed else (self.s.count - 1) * self.s.size
+        return last + self.tiles * self.block_n >= 2**31
+
+
+def names(before: int, after: int, *scanned: str) -> str:
+    """The axis names of an array of an `Op`: outer axes, those that are given, inner axes."""
+    outer, inner = (f"o{i}" for i in range(before - 1)), (f"i{i}" for i in range(after))
+    return " ".join(("b", *outer, *scanned, *inner))

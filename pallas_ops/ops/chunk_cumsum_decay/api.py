@@ -1,7 +1,6 @@
 """The public face of chunk_cumsum_decay."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
@@ -16,8 +15,9 @@ from pallas_ops.core.dtypes import wide
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import cached, signature
 from pallas_ops.ops.chunk_cumsum_decay import vjp
-from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
-from pallas_ops.ops.chunk_cumsum_decay.reference import Shift, edges_of
+from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig, Params, Shift
+from pallas_ops.ops.chunk_cumsum_decay.reference import edges_of
+from pallas_ops.scan.limits import implementation_for
 
 SHIFTS = (None, "chunk", "sequence")
 
@@ -81,33 +81,27 @@ def chunk_cumsum_decay(
     Source: the kernel chunk_cumsum_decay of xopes (https://github.com/Doraemonzzz/xopes), to which
     it adds chunks of any size, any axis, the shift within a chunk, packed sequences and gradients.
     """
-    sums = axis, chunk_size, reverse, shift
-    return _run(*prepare(x, *sums, scale, cu_seqlens, dtype, axis_name, implementation, config))
+    static = axis, chunk_size, reverse, shift, implementation, config
+    return _run(*prepare(x, scale, cu_seqlens, dtype, axis_name, *static))
 
 
 def prepare(
     x: ArrayLike,
-    axis: SupportsIndex,
-    chunk_size: SupportsIndex,
-    reverse: bool | np.bool_,
-    shift: Shift | None,
     scale: ArrayLike | None,
     cu_seqlens: ArrayLike | Sequence[int] | None,
     dtype: DTypeLike | None,
-    axis_name: AxisName | None = None,
-    implementation: Implementation | None = "xla",
-    config: ChunkCumsumDecayConfig | None = None,
-) -> tuple[vjp.Params, jax.Array, jax.Array | None, jax.Array | None]:
-    """What `evaluate` takes, or a refusal."""
+    axis_name: AxisName | None,
+    *static: Any,
+) -> tuple[Params, jax.Array, jax.Array | None, jax.Array | None]:
+    """What `evaluate` takes, or a refusal; `static` is what `_check` takes beside these."""
     x, bounds = checks.array("x", x), checks.optional_array("cu_seqlens", cu_seqlens)
     checks.floating("x", x)
     factor = checks.scale("scale", scale, wide(x.dtype))
     number, factor = (None, factor) if isinstance(factor, jax.Array) else (factor, None)
     names = checks.axis_name(axis_name)
     num_shards = 1 if names is None else jax.lax.axis_size(names)
-    facts = axis, chunk_size, reverse, shift, number, _dtype(dtype), names, num_shards
-    params = _check(signature(x), signature(bounds), *facts, implementation, config)
-    return params, x, bounds, factor
+    facts = signature(x), signature(bounds), number, _dtype(dtype), names, num_shards
+    return _check(*facts, *static), x, bounds, factor
 
 
 def _dtype(dtype: Any) -> Any:
@@ -125,17 +119,17 @@ def _dtype(dtype: Any) -> Any:
 def _check(
     x: jax.ShapeDtypeStruct,
     bounds: jax.ShapeDtypeStruct | None,
-    axis: SupportsIndex,
-    chunk_size: Any,
-    reverse: bool | np.bool_,
-    shift: Shift | None,
     scale: float | None,
     dtype: Any,
     axis_name: tuple[str, ...] | None,
     num_shards: int,
-    implementation: Implementation | None,
-    config: ChunkCumsumDecayConfig | None,
-) -> vjp.Params:
+    axis: SupportsIndex,
+    chunk_size: Any,
+    reverse: bool | np.bool_,
+    shift: Shift | None,
+    implementation: Implementation | None = "xla",
+    config: ChunkCumsumDecayConfig | None = None,
+) -> Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
     implementations.check(implementation, config, ChunkCumsumDecayConfig)
     axis = checks.axis(axis, x.shape)
@@ -150,13 +144,14 @@ def _check(
     if bounds is not None:
         _check_bounds(bounds)
     dtypes = x.dtype, dtype or x.dtype
-    implementation = _implementation(implementation, x.shape, axis, dtypes, bounds)
+    sizes = {} if bounds is None else {"cu_seqlens": bounds.shape[0]}
+    implementation = implementation_for(implementation, x.shape, axis, *dtypes, **sizes)
     if config and config.num_segments > 1 and (bounds is not None or chunk_size != max(1, length)):
         raise ValueError(
             f"config.num_segments is {config.num_segments}; accepted: 1, since not all of the "
             "axis is one chunk"
         )
-    return vjp.Params(
+    return Params(
         axis=axis,
         chunk_size=chunk_size,
         reverse=reverse,
@@ -187,30 +182,8 @@ def _check_bounds(bounds: jax.ShapeDtypeStruct) -> None:
     checks.integers("cu_seqlens", bounds)
 
 
-def _implementation(
-    implementation: Implementation | None,
-    shape: tuple[int, ...],
-    axis: int,
-    dtypes: Any,
-    bounds: jax.ShapeDtypeStruct | None,
-) -> Implementation | None:
-    """The reference for what no kernel takes, else as asked."""
-    sizes = {f"axis {i}": size for i, size in enumerate(shape)}
-    if bounds is not None:
-        sizes["cu_seqlens"] = bounds.shape[0]
-    for dtype in dtypes:
-        implementation = implementations.kernel_or_reference(implementation, dtype, sizes)
-    if implementation == "xla":
-        return implementation
-    counts = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-    if max(counts) > implementations.LONGEST:
-        of = f"{max(counts)} numbers along, before or behind the axis"
-        return implementations.reference_instead(implementation, of)
-    return implementation
-
-
 def evaluate(
-    params: vjp.Params, x: jax.Array, cu_seqlens: jax.Array | None, factor: jax.Array | None
+    params: Params, x: jax.Array, cu_seqlens: jax.Array | None, factor: jax.Array | None
 ) -> jax.Array:
     """The sums of x, times a scale that is an array."""
     if factor is not None:  # times the sums: what they leave out may be NaN
@@ -224,7 +197,7 @@ def evaluate(
         edges = edges_of(cu_seqlens, x.shape[params.axis] * num_shards)
     operands: Any = vary.unify(x, edges) if names is None else shards.unify(names, x, edges)
     if params.implementation == "xla":
-        return vjp.reference(params, *operands)
+        return vjp.evaluate(params, *operands)
     operands = forward_mode.refuse("chunk_cumsum_decay", *operands)
     if params.axis > 0:
         return vjp.accumulate(params, *operands)

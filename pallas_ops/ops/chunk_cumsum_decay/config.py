@@ -1,11 +1,18 @@
-"""How big chunk_cumsum_decay's blocks are."""
+"""The static arguments of chunk_cumsum_decay, and how its kernel is launched."""
 
 import dataclasses
+from typing import Literal
 
-from pallas_ops.core import checks
+import jax
+from jax.experimental import pallas as pl
+
+from pallas_ops.core import card, checks
 from pallas_ops.core.card import Card
+from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.tiles import power_of_two
-from pallas_ops.scan.view import MAX_VECTOR, Sizes
+from pallas_ops.scan.view import MAX_VECTOR, Sizes, View
+
+Shift = Literal["chunk", "sequence"]
 
 LINE_BYTES = 256  # of columns side by side: half as many cost a third of the speed
 TILE_BYTES = 4096  # of a warp's tile with columns
@@ -43,6 +50,67 @@ class ChunkCumsumDecayConfig:
                 f"ChunkCumsumDecayConfig.num_steps is {self.num_steps}; accepted: at most block_n, "
                 f"{self.block_n}"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Params:
+    """The static arguments of a call."""
+
+    axis: int
+    chunk_size: int
+    reverse: bool = False
+    shift: Shift | None = None
+    scale: float | None = None
+    dtypes: tuple[str, str]  # of x and of the result
+    axis_name: tuple[str, ...] | None = None
+    implementation: Implementation | None = None
+    config: ChunkCumsumDecayConfig | None = None
+    shift_result: bool = False  # a shift is of the sums
+    is_gradient: bool = False
+
+    def transposed(self) -> "Params":
+        """Of the gradient; twice is the same again."""
+        return dataclasses.replace(
+            self,
+            reverse=not self.reverse,
+            shift_result=self.shift == "sequence" and not self.shift_result,
+            dtypes=self.dtypes[::-1],
+            is_gradient=not self.is_gradient,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The statics of a kernel body."""
+
+    view: View
+    c: ChunkCumsumDecayConfig
+    params: Params
+
+
+def plan_of(x: jax.Array, edges: jax.Array | None, params: Params) -> Plan:
+    """How to run along one axis of x."""
+    s, n = Sizes.of(x.shape, params.axis, x.dtype.itemsize), x.shape[params.axis]
+    size = min(params.chunk_size, n)
+    count = pl.cdiv(n, size)
+    if edges is not None:  # what is between two edges may end in a short one, or begin in one
+        count = (n + edges.size * (size - 1)) // size
+    s = dataclasses.replace(s, size=size, count=count)
+    c = params.config or choose(s, card.current())
+    if edges is None and c.num_segments > 1:
+        # Of the one chunk; a shift within it is one along the sequence.
+        s = s.split(c.num_segments, c.block_n)
+        params = dataclasses.replace(params, shift=params.shift and "sequence")
+    view = View(
+        s=s,
+        reverse=params.reverse,
+        block_n=c.block_n,
+        block_c=c.block_c,
+        num_ranges=c.num_chunks,
+        num_steps=c.num_steps,
+        packed=edges is not None,
+    )
+    return Plan(view=view, c=c, params=params)
 
 
 def choose(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:

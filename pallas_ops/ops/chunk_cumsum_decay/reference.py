@@ -1,55 +1,49 @@
 """What chunk_cumsum_decay means, in jax.numpy."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.dtypes import wide
-
-Shift = Literal["chunk", "sequence"]
+from pallas_ops.core.partition import gathered, reshard_like
+from pallas_ops.ops.chunk_cumsum_decay.config import Params
 
 
 def accumulate(
-    x: jax.Array,
-    edges: jax.Array | None,
-    carry: jax.Array | None = None,
-    *,
-    axis: int,
-    chunk_size: int,
-    reverse: bool,
-    shift: Shift | None,
-    scale: float | None,
-    shift_result: bool = False,
-) -> jax.Array:
-    """The output in float32 (float64). `shift_result`: of the sums, not of x.
+    x: jax.Array, edges: jax.Array | None, carry: jax.Array | None, *, params: Params
+) -> tuple[jax.Array]:
+    """The sums, in the dtype of the result. The first one in scan direction starts from `carry`.
 
-    `carry` is what the first sum that is met starts from. `edges` are as `edges_of` gives them, and
-    may be of a longer axis, of which this is a part that begins at 0.
+    `edges` are as `edges_of` gives them, and may be of a longer axis, of which this is a part that
+    begins at 0.
     """
-    n = x.shape[axis]
-    y = x.astype(wide(x.dtype))
-    y = y if scale is None else y * scale
-    if edges is not None:
-        return _packed(y, edges, carry, axis, chunk_size, reverse, shift, shift_result)
-    if shift == "sequence" and not shift_result:
+    y = gathered(x, params.axis).astype(wide(x.dtype))
+    y = y if params.scale is None else y * params.scale
+    y = _regular(y, carry, params) if edges is None else _packed(y, edges, carry, params)
+    return reshard_like((y.astype(params.dtypes[1]),), (x,))  # type: ignore[return-value]
+
+
+def _regular(y: jax.Array, carry: jax.Array | None, p: Params) -> jax.Array:
+    """Without `edges`: chunks are counted from 0, so each is a row of a reshaped array."""
+    axis, reverse, size = p.axis, p.reverse, p.chunk_size
+    outer, n, inner = y.shape[:axis], y.shape[axis], y.shape[axis + 1 :]
+    num_chunks = -(-n // size)
+    if p.shift == "sequence" and not p.shift_result:
         y = previous(y, axis, reverse)
-    num_chunks = -(-n // chunk_size)
-    y = _pad(y, axis, 0, num_chunks * chunk_size - n)
-    y = y.reshape(*y.shape[:axis], num_chunks, chunk_size, *y.shape[axis + 1 :])
-    if shift == "chunk":
+    y = _pad(y, axis, 0, num_chunks * size - n).reshape(*outer, num_chunks, size, *inner)
+    if p.shift == "chunk":
         y = previous(y, axis + 1, reverse)
     if carry is not None:
-        y = y.at[(slice(None),) * axis + divmod(n - 1 if reverse else 0, chunk_size)].add(carry)
-    y = lax.cumsum(y, axis + 1, reverse=reverse)
-    y = y.reshape(*x.shape[:axis], num_chunks * chunk_size, *x.shape[axis + 1 :])
+        y = y.at[(slice(None),) * axis + divmod(n - 1 if reverse else 0, size)].add(carry)
+    y = lax.cumsum(y, axis + 1, reverse=reverse).reshape(*outer, num_chunks * size, *inner)
     y = lax.slice_in_dim(y, 0, n, axis=axis)
-    return previous(y, axis, reverse) if shift_result else y
+    return previous(y, axis, reverse) if p.shift_result else y
 
 
 def previous(y: jax.Array, axis: int, reverse: bool) -> jax.Array:
-    """What a sum meets just before each position, and 0 before the first."""
+    """The number just before each position in scan direction, and 0 for the first."""
     return _pad(y, axis, -1, 1) if reverse else _pad(y, axis, 1, -1)
 
 
@@ -77,35 +71,27 @@ def among(ends: jax.Array, i: jax.Array) -> jax.Array:
     return jnp.searchsorted(ends, i, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
-def _packed(
-    y: jax.Array,
-    bounds: jax.Array,
-    carry: jax.Array | None,
-    axis: int,
-    chunk_size: int,
-    reverse: bool,
-    shift: Shift | None,
-    shift_result: bool,
-) -> jax.Array:
-    n = y.shape[axis]
+def _packed(y: jax.Array, edges: jax.Array, carry: jax.Array | None, p: Params) -> jax.Array:
+    """With `edges`: chunks are counted from where their sequence begins."""
+    axis, reverse, n = p.axis, p.reverse, y.shape[p.axis]
     i = jnp.arange(n, dtype=jnp.int32)
-    sequence = among(bounds[1:-1], i)
-    low, high = bounds[sequence], bounds[sequence + 1]
-    offset = (i - low) % chunk_size
+    sequence = among(edges[1:-1], i)
+    low, high = edges[sequence], edges[sequence + 1]
+    offset = (i - low) % p.chunk_size
 
     def along(flags: jax.Array) -> jax.Array:
         return lax.expand_dims(flags, [j for j in range(y.ndim) if j != axis])
 
-    edge = along(i + 1 == high if reverse else i == low)  # the first of its sequence to be met
-    ahead = (offset == chunk_size - 1) | (i + 1 == high) if reverse else offset == 0
+    edge = along(i + 1 == high if reverse else i == low)  # the first of its sequence
+    ahead = (offset == p.chunk_size - 1) | (i + 1 == high) if reverse else offset == 0
     first = along(ahead)  # the first of its chunk
-    y = jnp.where(along((sequence > 0) & (sequence < bounds.size - 2)), y, 0)
-    if shift and not shift_result:
-        y = jnp.where(first if shift == "chunk" else edge, 0, previous(y, axis, reverse))
+    y = jnp.where(along((sequence > 0) & (sequence < edges.size - 2)), y, 0)
+    if p.shift and not p.shift_result:
+        y = jnp.where(first if p.shift == "chunk" else edge, 0, previous(y, axis, reverse))
     if carry is not None:
         y = y.at[(slice(None),) * axis + (n - 1 if reverse else 0,)].add(carry)
     y = _restarting_sums(first, y, axis, reverse)
-    return jnp.where(edge, 0, previous(y, axis, reverse)) if shift_result else y
+    return jnp.where(edge, 0, previous(y, axis, reverse)) if p.shift_result else y
 
 
 def _restarting_sums(first: jax.Array, y: jax.Array, axis: int, reverse: bool) -> jax.Array:

@@ -4,87 +4,26 @@ A shift may cross the end of a chunk, but not that of a sequence: positions besi
 loaded or stored with the bounds of what a shift may cross.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_ops.core import card
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, both
-from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig, choose
-from pallas_ops.ops.chunk_cumsum_decay.reference import Shift, among
+from pallas_ops.ops.chunk_cumsum_decay.config import Plan
+from pallas_ops.ops.chunk_cumsum_decay.reference import among
 from pallas_ops.scan.tile import Ranges, Tile, per_range
-from pallas_ops.scan.view import Sizes, View
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The statics of a kernel body."""
-
-    view: View
-    c: ChunkCumsumDecayConfig
-    shift: Shift | None
-    shift_result: bool  # the result is shifted, not x
-    scale: float | None
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether tiles are loaded unshifted and sums exclude their own position.
-
-        So along a last axis the loads stay wide.
-        """
-        return (
-            self.shift is not None
-            and not self.shift_result
-            and self.view.s.c == self.c.num_steps == 1
-        )
-
-    @property
-    def step(self) -> int:
-        """To the position that the sum meets next."""
-        return -1 if self.view.reverse else 1
-
-
-def plan_of(
-    x: jax.Array,
-    edges: jax.Array | None,
-    *,
-    axis: int,
-    chunk_size: int,
-    config: ChunkCumsumDecayConfig | None,
-    reverse: bool,
-    **statics: Any,
-) -> Plan:
-    """How to run along one axis of x."""
-    s, n = Sizes.of(x.shape, axis, x.dtype.itemsize), x.shape[axis]
-    size = min(chunk_size, n)
-    count = pl.cdiv(n, size)
-    if edges is not None:  # what is between two edges may end in a short one, or begin in one
-        count = (n + edges.size * (size - 1)) // size
-    s = dataclasses.replace(s, size=size, count=count)
-    c = config or choose(s, card.current())
-    view = View(
-        s=s,
-        reverse=reverse,
-        block_n=c.block_n,
-        block_c=c.block_c,
-        num_ranges=c.num_chunks,
-        num_steps=c.num_steps,
-        packed=edges is not None,
-    )
-    return Plan(view=view, c=c, **statics)
-
-
-def table_of(plan: Plan, edges: jax.Array, size: int) -> jax.Array:
+def table_of(plan: Plan, edges: jax.Array) -> jax.Array:
     """[5, slots]: each chunk's start and stop, its sequence's, and whether there is a sequence.
 
     All of them within the axis. A sequence's chunks are counted from its own edge, which may be
     before the axis.
     """
-    s = plan.view.s
+    s, size = plan.view.s, plan.params.chunk_size
     bounds = jnp.clip(edges, 0, s.n)
     skipped = (bounds[:-1] - edges[:-1]) // size
     counts = pl.cdiv(bounds[1:] - edges[:-1], size) - skipped
@@ -106,7 +45,12 @@ class Chunks(Ranges):
     """One program's chunks, and between which positions each may be shifted [chunks, 1]."""
 
     def __init__(self, plan: Plan, table_ref: Ref | None) -> None:
-        self.plan, self.table_ref = plan, table_ref
+        self.params, self.table_ref = plan.params, table_ref
+        self.step = -1 if plan.view.reverse else 1  # to the position that the sum meets next
+        self.shifts_x = self.params.shift is not None and not self.params.shift_result
+        # Along a last axis tiles are loaded as they are, so that loads stay wide, and the sums
+        # exclude their own position.
+        self.exclusive = self.shifts_x and plan.view.s.c == plan.c.num_steps == 1
         self.live: jax.Array | None = None  # whether a chunk is of a sequence; None if all are
         super().__init__(plan.view)
 
@@ -119,13 +63,13 @@ class Chunks(Ranges):
             facts = [self.table_ref.at[jnp.full_like(number, i), number] for i in range(5)]
             start, stop, low, high, live = map(plgpu.load, facts)
             self.live = live > 0
-        self.low, self.high = (low, high) if self.plan.shift == "sequence" else (start, stop)
+        self.low, self.high = (low, high) if self.params.shift == "sequence" else (start, stop)
         return start, stop
 
     @property
     def tiles(self) -> Any:
         """Of the longest chunk."""
-        if not self.view.packed:
+        if self.view.tiles == 1 or not self.view.packed:
             return self.view.tiles
         return pl.cdiv(jnp.max(self.stop - self.start), self.view.block_n)
 
@@ -137,23 +81,23 @@ class Chunks(Ranges):
 
     def load_tile(self, tile: Tile, ref: Ref) -> jax.Array:
         """What is summed."""
-        plan, position = self.plan, tile.position
+        position = tile.position
         mask = both(tile.mask, None if self.live is None else per_range(self.live))
-        if plan.shift and not plan.shift_result and not plan.exclusive:
-            position = position - plan.step
-            mask = both(mask, self._reaches(position, -plan.step))
+        if self.shifts_x and not self.exclusive:
+            position = position - self.step
+            mask = both(mask, self._may_cross(position, -self.step))
         return self._scaled(self.load(ref, position, mask))
 
     def store_tile(self, tile: Tile, ref: Ref, y: jax.Array) -> None:
         position, mask = tile.position, tile.mask
-        if self.plan.shift_result:
-            position = position + self.plan.step
-            mask = both(mask, self._reaches(position, self.plan.step))
+        if self.params.shift_result:
+            position = position + self.step
+            mask = both(mask, self._may_cross(position, self.step))
         self.store(ref, position, y, mask)
 
     def load_edges(self, ref: Ref) -> jax.Array | None:
         """What exclusive sums start from, if not from nothing: each chunk's neighbour."""
-        if not self.plan.exclusive or self.plan.shift == "chunk":
+        if not self.exclusive or self.params.shift == "chunk":
             return None
         position, mask = self._edge()
         return self._scaled(self.load(ref, position, both(mask, self.live)))
@@ -163,20 +107,20 @@ class Chunks(Ranges):
         position, reached = self._edge()
         mask = (self.start < self.stop) & ~reached
         zeros = jnp.zeros(self.shape, jnp.float32)
-        self.store(ref, position + self.plan.step, zeros, mask)
+        self.store(ref, position + self.step, zeros, mask)
 
     def _edge(self) -> tuple[jax.Array, jax.Array]:
-        """What is just before each chunk, as the sum goes, and whether a shift may cross to it."""
+        """The position before each chunk in scan direction, and whether a shift may cross to it."""
         position = self.stop if self.view.reverse else self.start - 1
-        there = (self.start < self.stop) & self._reaches(position, -self.plan.step)
+        there = (self.start < self.stop) & self._may_cross(position, -self.step)
         return position, there
 
-    def _reaches(self, position: jax.Array, steps: int) -> jax.Array:
-        """Whether a position, `steps` beside one of the chunk, is within what a shift may cross."""
+    def _may_cross(self, position: jax.Array, step: int) -> jax.Array:
+        """Whether a shift may cross to a position that is one `step` from one of the chunk."""
         low, high = self.low, self.high
         if position.ndim == 4:
             low, high = per_range(low), per_range(high)
-        return position >= low if steps < 0 else position < high
+        return position >= low if step < 0 else position < high
 
     def _scaled(self, x: jax.Array) -> jax.Array:
-        return x if self.plan.scale is None else x * self.plan.scale
+        return x if self.params.scale is None else x * self.params.scale

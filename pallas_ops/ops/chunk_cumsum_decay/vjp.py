@@ -4,134 +4,70 @@ The transpose of a sum goes the other way, and that of a shift before it is a sh
 Nothing is saved but the edges of packed sequences.
 """
 
-import dataclasses
 import functools
-import math
 from functools import partial
 from typing import Any
 
 import jax
 
-from pallas_ops.core import implementations
-from pallas_ops.core.dispatch import Implementation, Op
-from pallas_ops.core.partition import TypeOf, call, gathered, reshard_like
-from pallas_ops.ops.chunk_cumsum_decay import kernel, shards
-from pallas_ops.ops.chunk_cumsum_decay import reference as meaning
-from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Params:
-    """The static arguments."""
-
-    axis: int
-    chunk_size: int
-    reverse: bool
-    shift: meaning.Shift | None
-    scale: float | None
-    dtypes: tuple[str, str]  # of x and of the result
-    axis_name: tuple[str, ...] | None
-    implementation: Implementation | None
-    config: ChunkCumsumDecayConfig | None
-    shift_result: bool = False  # a shift is of the sums
-    is_gradient: bool = False
-
-    @property
-    def static(self) -> dict[str, Any]:
-        """Those of the kernel."""
-        names = ("axis", "chunk_size", "reverse", "shift", "shift_result", "scale", "config")
-        return {name: getattr(self, name) for name in names} | {"dtype": self.dtypes[1]}
-
-    def transposed(self) -> "Params":
-        """Of the gradient; twice is the same again."""
-        return dataclasses.replace(
-            self,
-            reverse=not self.reverse,
-            shift_result=self.shift == "sequence" and not self.shift_result,
-            dtypes=self.dtypes[::-1],
-            is_gradient=not self.is_gradient,
-        )
-
-
-def reference(p: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
-    """`accumulate` in jax.numpy, differentiated by JAX."""
-    call = lambda op, *operands, **static: op.reference(*operands, **static)  # noqa: E731
-    return _sums(p, call, x, edges)
-
-
-def _reference(
-    x: jax.Array, edges: jax.Array | None, carry: jax.Array | None, *, dtype: str, **static: Any
-) -> tuple[jax.Array]:
-    del static["config"]  # a launch choice
-    whole = gathered(x, static["axis"])
-    out = meaning.accumulate(whole, edges, carry, **static).astype(dtype)
-    return reshard_like((out,), (x,))  # type: ignore[return-value]
-
-
-def _kernel(x: jax.Array, *others: Any, name: str, axis: int, **static: Any) -> tuple[jax.Array]:
-    """The reference where `jax.vmap` has made more rows than the kernel counts."""
-    if math.prod(x.shape[:axis]) > implementations.LONGEST:
-        return _reference(x, *others, axis=axis, **static)
-    return kernel.run(x, *others, name=name, axis=axis, **static)
+from pallas_ops.core import checks
+from pallas_ops.core.dispatch import Op
+from pallas_ops.core.partition import TypeOf, call, reshard_like
+from pallas_ops.core.shards import Names
+from pallas_ops.ops.chunk_cumsum_decay import kernel, reference, shards
+from pallas_ops.ops.chunk_cumsum_decay.config import Params
+from pallas_ops.scan.limits import unless_too_many_rows
+from pallas_ops.scan.view import names
 
 
 @functools.lru_cache(maxsize=128)
-def op(before: int, after: int, is_gradient: bool) -> Op:
-    """The op, or itself as its gradient, with axes beside the summed one.
-
-    Operands are x, edges and carry: see `reference.accumulate`.
-    """
-    outer = ["b", *(f"o{i}" for i in range(before - 1))]
-    inner = [f"i{i}" for i in range(after)]
-    full = " ".join([*outer, "n", *inner])
-    name = "chunk_cumsum_decay" + "_backward" * is_gradient
+def op(before: int, after: int) -> Op:
+    """The sums of x, with axes beside the summed one; operands as of `reference.accumulate`."""
+    full = names(before, after, "n")
     return Op(
-        name=name,
-        kernel=partial(_kernel, name=name),
-        reference=_reference,
-        operands=(full, "s", " ".join([*outer, *inner])),
+        name="chunk_cumsum_decay",
+        kernel=unless_too_many_rows(kernel.accumulate, reference.accumulate),
+        reference=reference.accumulate,
+        operands=(full, "s", names(before, after)),
         results=(full,),
         unsharded=("s",),
-        shards=("n", partial(_of_shard, is_gradient)),
+        shards=("n", _of_shard),
     )
 
 
-def _of_shard(
-    is_gradient: bool,
-    run: Any,
-    mesh_axes: tuple[str, ...],
-    x: jax.Array,
-    *others: Any,
-    **static: Any,
-) -> tuple[jax.Array]:
-    axis = static["axis"]
-    sums = partial(run, op(axis, x.ndim - axis - 1, is_gradient))
-    return shards.of_shard(sums, mesh_axes, x, *others, **static)
+def _alone(run: Any, x: jax.Array, *others: Any, params: Params) -> Any:
+    """The sums of what one device has."""
+    return run(op(params.axis, x.ndim - params.axis - 1), x, *others, params=params)
 
 
-def _sums(p: Params, run: Any, x: jax.Array, edges: jax.Array | None) -> jax.Array:
-    """Of one device, or over the shards of `p.axis_name`."""
-    if p.axis_name is None:
-        sums = partial(run, op(p.axis, x.ndim - p.axis - 1, p.is_gradient))
-    else:
-        sums = partial(_of_shard, p.is_gradient, run, p.axis_name)
-    (out,) = sums(x, edges, None, **p.static)
-    return out  # type: ignore[no-any-return]
+def _of_shard(run: Any, mesh_axes: Names, *operands: Any, params: Params) -> Any:
+    return shards.accumulate(partial(_alone, run), mesh_axes, *operands, params=params)
+
+
+def evaluate(params: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
+    """The sums, differentiated by JAX: those of the reference can be."""
+    run: Any = partial(call, implementation=params.implementation)
+    if params.implementation == "xla":
+        run = lambda op, *operands, **static: op.reference(*operands, **static)  # noqa: E731
+    names = params.axis_name
+    sums = partial(_alone, run) if names is None else partial(_of_shard, run, names)
+    return sums(x, edges, None, params=params)[0]  # type: ignore[no-any-return]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def accumulate(p: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
+def accumulate(params: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
     """The sums of [b, ..., n, ...]."""
-    return _sums(p, partial(call, implementation=p.implementation), x, edges)
+    return evaluate(params, x, edges)
 
 
-def _forward(p: Params, x: jax.Array, edges: jax.Array | None):  # type: ignore[no-untyped-def]
-    return accumulate(p, x, edges), (TypeOf(x), edges)
+def _forward(params: Params, x: jax.Array, edges: Any):  # type: ignore[no-untyped-def]
+    return accumulate(params, x, edges), (TypeOf(x), edges)
 
 
-def _backward(p: Params, saved, do):  # type: ignore[no-untyped-def]
+def _backward(params: Params, saved, do):  # type: ignore[no-untyped-def]
+    checks.axis_name(params.axis_name)  # JAX forgets that of a `jax.vmap` before this rule runs
     x, edges = saved
-    dx = accumulate(p.transposed(), do, edges)
+    dx = accumulate(params.transposed(), do, edges)
     return *reshard_like((dx,), (x,)), None
 
 

@@ -1,7 +1,6 @@
 """The public face of logcumsumexp."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, SupportsIndex
 
@@ -15,7 +14,8 @@ from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import cached, signature
 from pallas_ops.ops.logcumsumexp import reference, vjp
-from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, choose_block_n
+from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Params, choose_block_n
+from pallas_ops.scan.limits import implementation_for
 from pallas_ops.scan.view import Sizes
 
 
@@ -67,8 +67,8 @@ def logcumsumexp(
     Source: the kernels parallel and recurrence of xopes, to which it adds exactness, any axis,
     clipping and reversal without copies, and a backward pass that saves nothing of x's size but x.
     """
-    given = axis, reverse, clip, axis_name, implementation, config
-    return _run(*prepare(x, initial_state, *given))[0]
+    static = axis, reverse, clip, implementation, config
+    return _run(*prepare(x, initial_state, axis_name, *static))[0]
 
 
 def logcumsumexp_with_state(
@@ -87,39 +87,30 @@ def logcumsumexp_with_state(
     It is the initial state of what follows: a sequence may be split anywhere. (With `clip`, that
     state is clipped as any other, so this holds up to `clip`. Of a float64 x it is float64.)
     """
-    given = axis, reverse, clip, axis_name, implementation, config
-    return _run(*prepare(x, initial_state, *given))
+    static = axis, reverse, clip, implementation, config
+    return _run(*prepare(x, initial_state, axis_name, *static))
 
 
 def prepare(
-    x: ArrayLike,
-    initial_state: ArrayLike | None,
-    axis: SupportsIndex,
-    reverse: bool | np.bool_,
-    clip: float | np.floating[Any] | None,
-    axis_name: AxisName | None = None,
-    implementation: Implementation | None = "xla",
-    config: LogcumsumexpConfig | None = None,
-) -> tuple[vjp.Params, jax.Array, jax.Array | None]:
-    """What `evaluate` takes, or a refusal."""
+    x: ArrayLike, initial_state: ArrayLike | None, axis_name: AxisName | None, *static: Any
+) -> tuple[Params, jax.Array, jax.Array | None]:
+    """What `evaluate` takes, or a refusal; `static` is what `_check` takes beside these."""
     x, initial = checks.array("x", x), checks.optional_array("initial_state", initial_state)
-    signatures = signature(x), signature(initial)
     names = checks.axis_name(axis_name)
-    params = _check(*signatures, axis, reverse, clip, names, implementation, config)
-    return params, x, initial
+    return _check(signature(x), signature(initial), names, *static), x, initial
 
 
 @cached
 def _check(
     x: jax.ShapeDtypeStruct,
     initial: jax.ShapeDtypeStruct | None,
+    axis_name: tuple[str, ...] | None,
     axis: SupportsIndex,
     reverse: bool | np.bool_,
     clip: Any,
-    axis_name: tuple[str, ...] | None,
-    implementation: Implementation | None,
-    config: LogcumsumexpConfig | None,
-) -> vjp.Params:
+    implementation: Implementation | None = "xla",
+    config: LogcumsumexpConfig | None = None,
+) -> Params:
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
     implementations.check(implementation, config, LogcumsumexpConfig)
     checks.floating("x", x)
@@ -128,12 +119,12 @@ def _check(
     clip = _check_clip(clip)
     if initial is not None:
         _check_initial(initial, (*x.shape[:axis], 1, *x.shape[axis + 1 :]))
-    implementation = _implementation(implementation, x.shape, axis, x.dtype)
+    implementation = implementation_for(implementation, x.shape, axis, x.dtype)
     block_n = 1
     if implementation != "xla":
         s = Sizes.of(x.shape, axis, x.dtype.itemsize)
         block_n = config.block_n if config else choose_block_n(s)
-    return vjp.Params(
+    return Params(
         axis=axis,
         reverse=reverse,
         clip=clip,
@@ -142,19 +133,6 @@ def _check(
         implementation=implementation,
         config=config,
     )
-
-
-def _implementation(
-    implementation: Implementation | None, shape: tuple[int, ...], axis: int, dtype: Any
-) -> Implementation | None:
-    """The reference for what no kernel takes, else as asked."""
-    sizes = {f"axis {i}": size for i, size in enumerate(shape)}
-    implementation = implementations.kernel_or_reference(implementation, dtype, sizes)
-    if implementation == "xla":
-        return implementation
-    before, behind = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-    sizes = {"all before it": before, "all behind it": behind}
-    return implementations.kernel_or_reference(implementation, dtype, sizes)
 
 
 def _check_clip(clip: Any) -> float | None:
@@ -184,7 +162,7 @@ def _check_initial(initial: jax.ShapeDtypeStruct, want: tuple[int, ...]) -> None
 
 
 def evaluate(
-    params: vjp.Params, x: jax.Array, initial: jax.Array | None
+    params: Params, x: jax.Array, initial: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """The output, and the final state with an axis of length 1."""
     axis = params.axis
@@ -194,7 +172,7 @@ def evaluate(
     if params.axis_name is not None:
         operands = shards.unify(params.axis_name, x, initial)
     if params.implementation == "xla":
-        out, final = vjp.reference(params, *operands)
+        out, final = vjp.evaluate(params, *operands)
         return out, jnp.expand_dims(final, axis)
     operands = forward_mode.refuse("logcumsumexp", *operands)
     if axis > 0:

@@ -1,12 +1,16 @@
-"""How big logcumsumexp's blocks are."""
+"""The static arguments of logcumsumexp, and how its kernels are launched."""
 
 import dataclasses
 from typing import Literal
 
-from pallas_ops.core import checks
+import jax
+import jax.numpy as jnp
+
+from pallas_ops.core import card, checks
 from pallas_ops.core.card import Card
+from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.tiles import power_of_two
-from pallas_ops.scan.view import Sizes
+from pallas_ops.scan.view import MAX_VECTOR, Sizes, View
 
 ROW_ELEMENTS = 1024  # of a tile along a last axis
 TILE_BYTES = 8192  # of a tile with columns
@@ -39,13 +43,68 @@ class LogcumsumexpConfig:
     num_stages: int = 1
 
     def __post_init__(self) -> None:
-        if self.variant not in ("parallel", "recurrence"):
-            raise ValueError(
-                f"LogcumsumexpConfig.variant is {self.variant!r}; accepted: 'parallel', "
-                "'recurrence'"
-            )
+        checks.one_of("LogcumsumexpConfig.variant", self.variant, ("parallel", "recurrence"))
         powers = "block_n", "block_c", "block_exact", "num_warps"
         checks.launch_choices(self, powers_of_two=powers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Params:
+    """The static arguments of a call."""
+
+    axis: int
+    reverse: bool = False
+    clip: float | None = None
+    block_n: int  # positions of a tile
+    axis_name: tuple[str, ...] | None = None
+    implementation: Implementation | None = None
+    config: LogcumsumexpConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The statics of a kernel body."""
+
+    view: View
+    c: LogcumsumexpConfig
+    clip: float | None
+
+    @property
+    def num_tiles(self) -> int:
+        """Of the whole axis: as many states are saved, and one."""
+        return -(-self.view.s.n // self.c.block_n)
+
+    @property
+    def block_exact(self) -> int:
+        recurrence = self.c.variant == "recurrence"
+        return self.c.block_n if recurrence else min(self.c.block_exact, self.c.block_n)
+
+    def shape(self, size: int) -> jax.ShapeDtypeStruct:
+        """Of an array [b, size, c] in float32."""
+        return jax.ShapeDtypeStruct((self.view.s.b, size, self.view.s.c), jnp.float32)
+
+
+def plan_of(x: jax.Array, params: Params, *, backward: bool = False) -> Plan:
+    """How to run along one axis of x."""
+    s = Sizes.of(x.shape, params.axis, x.dtype.itemsize)
+    c = params.config or choose(s, params.block_n, card.current(), backward=backward)
+    view = View(
+        s=s.split(c.num_segments, c.block_n),
+        reverse=params.reverse,
+        from_end=params.reverse,
+        block_n=c.block_n,
+        block_c=1 if s.c == 1 else c.block_c,
+        num_ranges=c.block_c if s.c == 1 else 1,
+        num_steps=num_steps(s, c, c.block_n),
+    )
+    return Plan(view=view, c=c, clip=params.clip)
+
+
+def num_steps(s: Sizes, c: LogcumsumexpConfig, block_n: int) -> int:
+    """Positions of a tile in each lane: a vector of a last axis; else all of one column's share."""
+    lanes = 32 * c.num_warps
+    share = max(1, block_n * c.block_c // lanes)
+    return min(block_n, share, MAX_VECTOR // s.itemsize if s.c == 1 else share)
 
 
 def choose_block_n(s: Sizes) -> int:

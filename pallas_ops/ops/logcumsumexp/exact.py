@@ -14,9 +14,9 @@ from jax import lax
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.tiles import Ref
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.ops.logcumsumexp.plan import Plan, loop
-from pallas_ops.ops.logcumsumexp.state import (
+from pallas_ops.ops.logcumsumexp.tiles import (
     HUGE,
+    Segments,
     State,
     below,
     compensated,
@@ -29,9 +29,9 @@ from pallas_ops.ops.logcumsumexp.state import (
     raised,
     sum_of,
 )
-from pallas_ops.scan.running import GROUPS, STEPS, edge
+from pallas_ops.scan.running import GROUPS, STEPS, edge, exclusive_scan
 from pallas_ops.scan.segments import Pair, join, joined
-from pallas_ops.scan.tile import Ranges, Tile, per_range
+from pallas_ops.scan.tile import Tile, loop, per_range
 
 FAINT_BITS = 16  # a prefix below 2**-16 of exp(pivot) loses digits in its logarithm
 SAFE = FAINT_BITS / LOG2E
@@ -58,24 +58,21 @@ def any_of(x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.where(x, 1, 0).max(), (32,)).max() > 0
 
 
-def forward(
-    plan: Plan, ranges: Ranges, first: Any, state: State, x_ref: Ref, out_ref: Ref
-) -> State:
+def forward(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref) -> State:
     """The positions of a tile, and the state after them."""
+    size = ranges.plan.block_exact
 
     def step(k: Any, state: State) -> State:
-        tile = plan.exact_tile(ranges, first + k * plan.block_exact)
-        x = plan.load_x(tile, x_ref)
-        tile.store(out_ref, log_of(*_states(x, state, plan.view.mirrored)))
+        tile = ranges.exact_tile(first + k * size)
+        x = ranges.load_x(tile, x_ref)
+        tile.store(out_ref, log_of(*_states(x, state, ranges.view.mirrored)))
         return _after(state, x)
 
-    after: State = loop(plan.c.block_n // plan.block_exact, step, state)
-    return after
+    return loop(ranges.c.block_n // size, step, state)
 
 
 def backward(
-    plan: Plan,
-    ranges: Ranges,
+    ranges: Segments,
     first: Any,
     states: list[State],  # before each `block_exact` positions
     grad: State,
@@ -83,35 +80,34 @@ def backward(
 ) -> State:
     """dx of a tile; the gradient of the total before it, from that of the total after it."""
     x_ref, do_ref, dx_ref = refs
-    size, mirrored = plan.block_exact, plan.view.mirrored
-    count = plan.c.block_n // size
+    size, mirrored = ranges.plan.block_exact, ranges.view.mirrored
+    count = ranges.c.block_n // size
 
     def step(k: Any, grad: State) -> State:
         k = count - 1 - k
         before = states[0]
         for i, state in enumerate(states[1:], 1):
             before = State(*(jnp.where(k == i, *pair) for pair in zip(state, before, strict=True)))
-        tile = plan.exact_tile(ranges, first + k * size)
-        x, do = plan.load_x(tile, x_ref), tile.load(do_ref)
+        tile = ranges.exact_tile(first + k * size)
+        x, do = ranges.load_x(tile, x_ref), tile.load(do_ref)
         p, s = _states(x, before, mirrored)
         share = do * inverse(s)
         if dx_ref is not None:
             total = _gradients(p, share, (grad.pivot, grad.total), reverse=not mirrored)
-            plan.store_dx(tile, dx_ref, x_ref, exp2((x - p) * LOG2E) * total)
+            ranges.store_dx(tile, dx_ref, x_ref, exp2((x - p) * LOG2E) * total)
         factor = exp2((before.pivot - grad.pivot) * LOG2E)
         whole = sum_of(below(share, per_range(before.pivot), p))
         rescaled = compensated(grad.total * factor, grad.error * factor, whole)
         return State(before.pivot, *rescaled)
 
-    result: State = loop(count, step, grad)
-    return result
+    return loop(count, step, grad)
 
 
-def states_before(plan: Plan, tile: Tile, x: jax.Array, state: State) -> list[State]:
+def states_before(ranges: Segments, tile: Tile, x: jax.Array, state: State) -> list[State]:
     """The states before each `block_exact` positions of a tile."""
-    states = [state]
-    for start in range(0, plan.c.block_n - plan.block_exact, plan.block_exact):
-        there = (tile.order >= start) & (tile.order < start + plan.block_exact)
+    states, size = [state], ranges.plan.block_exact
+    for start in range(0, ranges.c.block_n - size, size):
+        there = (tile.order >= start) & (tile.order < start + size)
         states.append(_after(states[-1], jnp.where(there, x, -jnp.inf)))
     return states
 
@@ -126,14 +122,10 @@ def _states(x: jax.Array, before: State, mirrored: bool) -> Pair:
         top = finite(largest_in_lane(x))
         total = exp2((x - top[None]) * LOG2E).sum(axis=STEPS)
         nothing = jnp.full_like(top, -HUGE), jnp.zeros_like(total)
-        groups = scan(_exclusive, (*nothing, top, total), axis=GROUPS - 1, reverse=mirrored)
+        own_groups = top, total
+        groups = exclusive_scan(joined, nothing, own_groups, axis=GROUPS - 1, reverse=mirrored)
         start = join(start, (groups[0], groups[1]))
     return join((start[0][None], start[1][None]), (own[0], own[1]))
-
-
-def _exclusive(before: Any, after: Any) -> Any:
-    """The sum of all pairs but the last one, and of all."""
-    return *joined(before[2:], after[:2]), *joined(before[2:], after[2:])
 
 
 def _after(state: State, x: jax.Array) -> State:

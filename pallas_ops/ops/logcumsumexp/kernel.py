@@ -17,9 +17,9 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp import exact
-from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
-from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
-from pallas_ops.ops.logcumsumexp.state import (
+from pallas_ops.ops.logcumsumexp.config import Params, Plan, plan_of
+from pallas_ops.ops.logcumsumexp.tiles import (
+    Segments,
     State,
     below,
     compensated,
@@ -35,57 +35,42 @@ from pallas_ops.ops.logcumsumexp.state import (
 from pallas_ops.scan import segments
 from pallas_ops.scan.running import GROUPS, STEPS, running_sums
 from pallas_ops.scan.segments import Pair
-from pallas_ops.scan.tile import Ranges, Tile, per_range
+from pallas_ops.scan.tile import Tile, per_range
 from pallas_ops.scan.view import MAX_VECTOR
 
 
 def forward(
-    x: jax.Array,
-    initial: jax.Array | None,
-    total: jax.Array | None,
-    *,
-    axis: int,
-    reverse: bool,
-    clip: float | None,
-    block_n: int,
-    config: LogcumsumexpConfig | None,
-    save: bool,
+    x: jax.Array, initial: jax.Array | None, total: jax.Array | None, *, params: Params, save: bool
 ) -> tuple[jax.Array, ...]:
     """Output and final state; to save: pivots and totals before each tile and after the last.
 
     With a `total`, `initial` is the pivot that it is relative to.
     """
-    plan = plan_of(x, axis, block_n, config, reverse=reverse, clip=clip)
-    s, saved = plan.view.s, plan.num_tiles + 1
+    plan = plan_of(x, params)
+    s, sizes = plan.view.s, (1, *[plan.num_tiles + 1] * (2 * save))
+    given: Any = (None if y is None else y.reshape(s.b, 1, s.c) for y in (initial, total))
     view = x.reshape(s.b, s.n, s.c)
-    given = [None if y is None else y.reshape(s.b, 1, s.c) for y in (initial, total)]
-    before: tuple[jax.Array | None, ...] = None, None
-    if s.count > 1:
-        before = segments.prepared(s, _totals(plan, view))
-    operands = (view, *given, *before)
-    sizes = (1, *[saved] * (2 * save))
-    out, *others = launch(
+    before = segments.prepared(s, partial(_totals, plan, view))
+    out, final, *saved = launch(
         partial(_forward_kernel, plan=plan, save=save),
-        *operands,
+        view,
+        *given,
+        *before,
         name="logcumsumexp",
         grid=plan.view.grid,
         out_shape=[jax.ShapeDtypeStruct(view.shape, x.dtype), *map(plan.shape, sizes)],
         num_warps=plan.c.num_warps,
     )
-    outer, inner = x.shape[:axis], x.shape[axis + 1 :]
-    final, *states = others
-    states = [y.reshape(*outer, saved, *inner) for y in states]
-    return out.reshape(x.shape), final.reshape(*outer, *inner), *states
+    outer, inner = x.shape[: params.axis], x.shape[params.axis + 1 :]
+    saved = [y.reshape(*outer, -1, *inner) for y in saved]
+    return out.reshape(x.shape), final.reshape(*outer, *inner), *saved
 
 
-def totals(
-    x: jax.Array, *, axis: int, block_n: int, config: LogcumsumexpConfig | None, **options: Any
-) -> Pair:
+def totals(x: jax.Array, *, params: Params) -> Pair:
     """The pivot and total of all of the axis."""
-    plan = plan_of(x, axis, block_n, config, **options)
-    s = plan.view.s
-    p, w = segments.added(_totals(plan, x.reshape(s.b, s.n, s.c)))
-    shape = x.shape[:axis] + x.shape[axis + 1 :]
+    plan = plan_of(x, params)
+    p, w = segments.added(_totals(plan, x.reshape(plan.view.s.b, -1, plan.view.s.c)))
+    shape = x.shape[: params.axis] + x.shape[params.axis + 1 :]
     return p.reshape(shape), w.reshape(shape)
 
 
@@ -110,19 +95,19 @@ def _totals_kernel(
     plan: Plan,
 ) -> None:
     """Lanes sum what they have loaded, and are joined at the end."""
-    ranges, view = Ranges(plan.view), plan.view
+    ranges, view = Segments(plan), plan.view
     vector = min(view.block_c, MAX_VECTOR // view.s.itemsize)  # columns that a lane loads at once
     steps = view.num_steps if view.s.c == 1 else max(1, view.num_steps // vector)
 
     def step(t: Any, state: State) -> State:
         tile = Tile(ranges, t * plan.c.block_n, plan.c.block_n, steps, dealt=False)
-        x = plan.load_x(tile, x_ref)
+        x = ranges.load_x(tile, x_ref)
         pivot = raised(largest_in_lane(x), state.pivot)
         total = exp2((x - pivot[None]) * LOG2E).sum(axis=STEPS)
         return State(pivot, *compensated(*state.at(pivot), total))
 
     groups = plan.c.block_n // steps
-    state = plan.loop(step, empty((view.num_ranges, groups, view.block_c)))
+    state = ranges.loop(step, empty((view.num_ranges, groups, view.block_c)))
     top = state.pivot.max(axis=GROUPS - 1)
     total = below(state.total, state.pivot, top[:, None]).sum(axis=GROUPS - 1)
     segments.store(ranges, p_ref, s_ref, (top, total))
@@ -140,7 +125,7 @@ def _forward_kernel(
     plan: Plan,
     save: bool,
 ) -> None:
-    ranges, view = Ranges(plan.view), plan.view
+    ranges, view = Segments(plan), plan.view
     pair = empty(ranges.shape)[:2]
     if initial_ref is not None:
         pair = pair_of(ranges.load(initial_ref, 0))
@@ -155,32 +140,32 @@ def _forward_kernel(
             there = number < plan.num_tiles if view.s.n % view.s.size else None
             for ref, y in zip(saved_refs, state[:2], strict=True):
                 ranges.store(ref, number, y, there)
-        return _tile(plan, ranges, t * plan.c.block_n, state, x_ref, out_ref)
+        return _tile(ranges, t * plan.c.block_n, state, x_ref, out_ref)
 
-    state = plan.loop(step, state_of(pair))
+    state = ranges.loop(step, state_of(pair))
     is_last = None if view.s.count == 1 else ranges.number == view.s.count - 1
     ranges.store(final_ref, jnp.zeros_like(ranges.number), log_of(*state[:2]), is_last)
     for ref, y in zip(saved_refs, state[:2], strict=False):
         ranges.store(ref, jnp.full_like(ranges.number, plan.num_tiles), y, is_last)
 
 
-def _tile(plan: Plan, ranges: Ranges, first: Any, state: State, x_ref: Ref, out_ref: Ref) -> State:
+def _tile(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref) -> State:
     """The positions of a tile, and the state after them."""
-    if plan.c.variant == "recurrence":
-        return exact.forward(plan, ranges, first, state, x_ref, out_ref)
-    tile = plan.tile(ranges, first)
-    x = plan.load_x(tile, x_ref)
+    if ranges.c.variant == "recurrence":
+        return exact.forward(ranges, first, state, x_ref, out_ref)
+    tile = ranges.tile(first)
+    x = ranges.load_x(tile, x_ref)
     pivot = raised(largest(x), state.pivot)
 
     def plain() -> State:
         total, error = state.at(pivot)
-        sums, added = running_sums(exponentials(x, pivot), total, reverse=plan.view.mirrored)
+        sums, added = running_sums(exponentials(x, pivot), total, reverse=ranges.view.mirrored)
         tile.store(out_ref, log_of(per_range(pivot), sums))
         return State(pivot, *compensated(total, error, added))
 
     result: State = lax.cond(
         exact.range_too_large(x, state, pivot),
-        lambda: exact.forward(plan, ranges, first, state, x_ref, out_ref),
+        lambda: exact.forward(ranges, first, state, x_ref, out_ref),
         plain,
     )
     return result

@@ -16,9 +16,9 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp import exact
-from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
-from pallas_ops.ops.logcumsumexp.plan import Plan, plan_of
-from pallas_ops.ops.logcumsumexp.state import (
+from pallas_ops.ops.logcumsumexp.config import Params, Plan, plan_of
+from pallas_ops.ops.logcumsumexp.tiles import (
+    Segments,
     State,
     below,
     compensated,
@@ -30,63 +30,42 @@ from pallas_ops.ops.logcumsumexp.state import (
 from pallas_ops.scan import segments
 from pallas_ops.scan.running import running_sums
 from pallas_ops.scan.segments import Pair
-from pallas_ops.scan.tile import Ranges
 
 Refs = tuple[Ref, Ref, Ref | None]  # x, do, dx; nothing is stored without dx
 
 
 def backward(
-    x: jax.Array,
-    do: jax.Array,
-    dfinal: jax.Array | None,
-    saved_p: jax.Array,
-    saved_s: jax.Array,
-    *,
-    axis: int,
-    reverse: bool,
-    clip: float | None,
-    block_n: int,
-    config: LogcumsumexpConfig | None,
+    x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array, params: Params
 ) -> tuple[jax.Array, jax.Array]:
     """dx, and the gradient of the initial state, from the states that `forward` saved."""
-    plan = plan_of(x, axis, block_n, config, backward=True, reverse=reverse, clip=clip)
-    s, saved = plan.view.s, plan.num_tiles + 1
-    sizes = zip((x, do, saved_p, saved_s), (s.n, s.n, saved, saved), strict=True)
-    arrays = [y.reshape(s.b, size, s.c) for y, size in sizes]
+    plan = plan_of(x, params, backward=True)
+    s = plan.view.s
+    arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, *saved)]
     column = None if dfinal is None else dfinal.reshape(s.b, 1, s.c)
-    behind: tuple[jax.Array | None, ...] = None, None
-    if s.count > 1:
-        behind = segments.prepared(s, _totals(plan, arrays), reverse=True)
-    operands = (*arrays, column, *behind)
+    behind = segments.prepared(s, partial(_totals, plan, arrays), reverse=True)
     dx, dinitial = launch(
         partial(_backward_kernel, plan=plan),
-        *operands,
+        *arrays,
+        column,
+        *behind,
         name="logcumsumexp_backward",
         grid=plan.view.grid,
         out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)],
         num_warps=plan.c.num_warps,
     )
-    outer, inner = x.shape[:axis], x.shape[axis + 1 :]
-    return dx.reshape(x.shape), dinitial.reshape(*outer, *inner)
+    shape = x.shape[: params.axis] + x.shape[params.axis + 1 :]
+    return dx.reshape(x.shape), dinitial.reshape(shape)
 
 
 def totals(
-    x: jax.Array,
-    do: jax.Array,
-    saved_p: jax.Array,
-    saved_s: jax.Array,
-    *,
-    axis: int,
-    block_n: int,
-    config: LogcumsumexpConfig | None,
-    **options: Any,
+    x: jax.Array, do: jax.Array, saved_p: jax.Array, saved_s: jax.Array, *, params: Params
 ) -> tuple[jax.Array]:
     """The gradient of the total before the first tile, without that of the final state."""
-    plan = plan_of(x, axis, block_n, config, backward=True, **options)
-    s, first = plan.view.s, lax.index_in_dim(saved_p, 0, axis, keepdims=False)
-    arrays = [y.reshape(s.b, y.shape[axis], s.c) for y in (x, do, saved_p, saved_s)]
+    plan = plan_of(x, params, backward=True)
+    s, pivot = plan.view.s, lax.index_in_dim(saved_p, 0, params.axis, keepdims=False)
+    arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, saved_p, saved_s)]
     p, w = segments.added(_totals(plan, arrays))
-    return ((w * jnp.exp(p + first.reshape(p.shape))).reshape(first.shape),)
+    return ((w * jnp.exp(p + pivot.reshape(p.shape))).reshape(pivot.shape),)
 
 
 def _totals(plan: Plan, arrays: list[jax.Array]) -> Pair:
@@ -115,10 +94,10 @@ def _totals_kernel(
     *,
     plan: Plan,
 ) -> None:
-    ranges, saved = Ranges(plan.view), (saved_p_ref, saved_s_ref)
-    pivot, _ = plan.load_saved(ranges, saved, (ranges.number + 1) * plan.view.tiles)
+    ranges, saved = Segments(plan), (saved_p_ref, saved_s_ref)
+    pivot, _ = ranges.load_saved(saved, (ranges.number + 1) * plan.view.tiles)
     grad = state_of((pivot, jnp.zeros(ranges.shape, jnp.float32)))
-    grad = _tiles(plan, ranges, grad, saved, (x_ref, do_ref, None))
+    grad = _tiles(ranges, grad, saved, (x_ref, do_ref, None))
     segments.store(ranges, p_ref, w_ref, (-grad.pivot, grad.total))
 
 
@@ -135,46 +114,45 @@ def _backward_kernel(
     *,
     plan: Plan,
 ) -> None:
-    ranges, saved = Ranges(plan.view), (saved_p_ref, saved_s_ref)
+    ranges, saved = Segments(plan), (saved_p_ref, saved_s_ref)
     end = jnp.full_like(ranges.number, plan.num_tiles)
-    pivot, total = plan.load_saved(ranges, saved, end)
+    pivot, total = ranges.load_saved(saved, end)
     grad = jnp.zeros(ranges.shape, jnp.float32)
     if dfinal_ref is not None:
         grad = ranges.load(dfinal_ref, 0) * inverse(total)
     if p_ref is not None:
         last, (p, w) = pivot, segments.load(ranges, p_ref, w_ref, reverse=True)
-        pivot, _ = plan.load_saved(ranges, saved, (ranges.number + 1) * plan.view.tiles)
+        pivot, _ = ranges.load_saved(saved, (ranges.number + 1) * plan.view.tiles)
         grad = below(grad, pivot, last) + w * exp2((p + pivot) * LOG2E)
-    after = _tiles(plan, ranges, state_of((pivot, grad)), saved, (x_ref, do_ref, dx_ref))
-    _, total = plan.load_saved(ranges, saved, jnp.zeros_like(ranges.number))
+    after = _tiles(ranges, state_of((pivot, grad)), saved, (x_ref, do_ref, dx_ref))
+    _, total = ranges.load_saved(saved, jnp.zeros_like(ranges.number))
     is_first = None if plan.view.s.count == 1 else ranges.number == 0
     dinitial = jnp.where(total == jnp.inf, jnp.nan, total * after.total)
     ranges.store(dinitial_ref, 0, dinitial, is_first)
 
 
-def _tiles(plan: Plan, ranges: Ranges, grad: State, saved: tuple[Ref, Ref], refs: Refs) -> State:
+def _tiles(ranges: Segments, grad: State, saved: tuple[Ref, Ref], refs: Refs) -> State:
     """Scans the range from its last tile on; from the gradient of the sum after it, before it.
 
     A gradient is a `State`: the pivot that it is relative to, itself, and a compensation term.
     """
-    tiles = plan.view.tiles
+    tiles = ranges.view.tiles
 
     def step(t: Any, grad: State) -> State:
         t = tiles - 1 - t
-        before = state_of(plan.load_saved(ranges, saved, ranges.number * tiles + t))
-        return _tile(plan, ranges, t * plan.c.block_n, before, grad, refs)
+        before = state_of(ranges.load_saved(saved, ranges.number * tiles + t))
+        return _tile(ranges, t * ranges.c.block_n, before, grad, refs)
 
-    result: State = plan.loop(step, grad)
-    return result
+    return ranges.loop(step, grad)
 
 
-def _tile(plan: Plan, ranges: Ranges, first: Any, state: State, grad: State, refs: Refs) -> State:
+def _tile(ranges: Segments, first: Any, state: State, grad: State, refs: Refs) -> State:
     """dx of a tile; the gradient of the sum before it, from that of the sum after it."""
-    if plan.c.variant == "recurrence":
-        return exact.backward(plan, ranges, first, [state], grad, refs)
+    if ranges.c.variant == "recurrence":
+        return exact.backward(ranges, first, [state], grad, refs)
     x_ref, do_ref, dx_ref = refs
-    tile, mirrored = plan.tile(ranges, first), plan.view.mirrored
-    x, do = plan.load_x(tile, x_ref), tile.load(do_ref)
+    tile, mirrored = ranges.tile(first), ranges.view.mirrored
+    x, do = ranges.load_x(tile, x_ref), tile.load(do_ref)
 
     def plain() -> State:
         e = exponentials(x, grad.pivot)
@@ -186,14 +164,14 @@ def _tile(plan: Plan, ranges: Ranges, first: Any, state: State, grad: State, ref
             # The gradient itself, but not ahead of all sums: the order with the fewest registers.
             tail = jnp.where(total < 0, 0.0, grad.total)
             grads, whole = running_sums(share, tail, reverse=not mirrored)
-            plan.store_dx(tile, dx_ref, x_ref, e * grads)
+            ranges.store_dx(tile, dx_ref, x_ref, e * grads)
         after = compensated(grad.total, grad.error, whole)
         factor = exp2((state.pivot - grad.pivot) * LOG2E)
         return State(state.pivot, *(y * factor for y in after))
 
     def stepwise() -> State:
-        states = exact.states_before(plan, tile, x, state)
-        return exact.backward(plan, ranges, first, states, grad, refs)
+        states = exact.states_before(ranges, tile, x, state)
+        return exact.backward(ranges, first, states, grad, refs)
 
     too_large = exact.range_too_large(x, state, grad.pivot)
     result: State = lax.cond(too_large, stepwise, plain)

@@ -15,6 +15,8 @@ from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while
 
 from pallas_ops.core import vary
 from pallas_ops.core.dtypes import wide
+from pallas_ops.core.partition import gathered, reshard_like
+from pallas_ops.ops.logcumsumexp.config import Params
 
 SHORTEST = 16  # positions of a segment
 LANES = 2**19  # numbers that one step of a scan may take side by side
@@ -46,53 +48,76 @@ def initial_state(
     return clamp(full.squeeze(axis), clip)
 
 
-def accumulate(
-    x: jax.Array,
-    initial: jax.Array | None,
-    total: jax.Array | None = None,
-    *,
-    axis: int,
-    **options: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Output and final state in float32 (float64); states are without `axis`.
+def forward(
+    x: jax.Array, initial: jax.Array | None, total: jax.Array | None, *, params: Params, save: bool
+) -> tuple[jax.Array, ...]:
+    """Output and final state; to save: pivots and totals before each tile and after the last.
 
-    With a `total`, `initial` is the pivot that it is relative to, and no logarithm.
+    States are in float32 (float64), the final one without the axis. With a `total`, `initial` is
+    the pivot that it is relative to, and no logarithm.
     """
-    last, out = running(x, initial, total, lambda state: state.log, axis=axis, **options)
-    return jnp.moveaxis(out, 0, axis), last.log
+    axis, numbers = params.axis, _numbers(x, params)
+    start = _start(numbers, initial, total)
+    emit = lambda _, state: (state.log, *state[: 2 * save])  # noqa: E731
+    last, (out, *states) = _scan(start, (numbers,), emit, params.reverse)
+    result: Any = reshard_like((jnp.moveaxis(out, 0, axis).astype(x.dtype),), (x,))
+    pairs = zip(start, states, strict=False)
+    return *result, last.log, *(_at_tiles(first, y, params) for first, y in pairs)
 
 
-def totals(x: jax.Array, *, axis: int, clip: float | None) -> tuple[jax.Array, jax.Array]:
+def totals(x: jax.Array, *, params: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of all of the axis."""
-    y = clamp(jnp.moveaxis(x.astype(wide(x.dtype)), axis, 0), clip)
-    parts = _totals(_segments((y,), _num_segments(y.shape)))
-    last, _ = _scan(_start(y, 0), parts[:2], lambda *_: None, False, 1)
-    return last[:2]
+    numbers = _numbers(x, params)
+    parts = _totals(_segments((numbers,), _num_segments(numbers.shape)))
+    return _scan(_start(numbers), parts[:2], lambda *_: None)[0][:2]
 
 
-def running(
-    x: jax.Array,
-    initial: jax.Array | None,
-    total: jax.Array | None,
-    emit: Callable[[State], Any],
-    *,
-    axis: int,
-    reverse: bool,
-    clip: float | None,
-    num_segments: int | None = None,
-) -> tuple[State, Any]:
-    """The final state, and `emit` of the state after each position, which is its first axis."""
-    y = clamp(jnp.moveaxis(x.astype(wide(x.dtype)), axis, 0), clip)
-    start = _start(y, 0, initial, total)
-    return _scan(start, (y,), lambda _, after: emit(after), reverse, num_segments)
+def backward(
+    x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array, params: Params
+) -> tuple[jax.Array, jax.Array]:
+    """dx, and the gradient of the initial state, from the states that `forward` saved."""
+    dx, total, dtotal = _pulled(x, do, dfinal, *saved, params=params)
+    return *reshard_like((dx,), (x,)), total * dtotal  # type: ignore[return-value]
+
+
+def backward_totals(
+    x: jax.Array, do: jax.Array, *saved: jax.Array, params: Params
+) -> tuple[jax.Array]:
+    """The gradient of the total before the first tile, without that of the final state."""
+    return (_pulled(x, do, None, *saved, params=params)[2],)
+
+
+def _pulled(
+    x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array, params: Params
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dx, the total before the first tile and its gradient."""
+    pivot, total = (lax.index_in_dim(y, 0, params.axis, keepdims=False) for y in saved)
+    dfinal = jnp.zeros_like(total) if dfinal is None else dfinal
+    x, do = (gathered(y, params.axis) for y in (x, do))
+    run = lambda x, total: forward(x, pivot, total, params=params, save=False)  # noqa: E731
+    dx, dtotal = jax.vjp(run, x, total)[1]((do, dfinal))
+    return dx, total, dtotal
+
+
+def _numbers(x: jax.Array, params: Params) -> jax.Array:
+    """x as it is summed, with the axis in front."""
+    y = gathered(x, params.axis).astype(wide(x.dtype))
+    return clamp(jnp.moveaxis(y, params.axis, 0), params.clip)
+
+
+def _at_tiles(first: jax.Array, y: jax.Array, params: Params) -> jax.Array:
+    """`first`, and of y, whose entries belong to positions, those of the last one of each tile."""
+    y, block_n = y[::-1] if params.reverse else y, params.block_n
+    last = y[-1:] if len(y) % block_n else y[:0]
+    y = jnp.concatenate([first[None], y[block_n - 1 :: block_n], last])
+    return jnp.moveaxis(y, 0, params.axis)
 
 
 def _scan(
     state: State,
     xs: tuple[jax.Array, ...],
     emit: Callable[[State, State], Any],
-    reverse: bool,
-    num_segments: int | None = None,
+    reverse: bool = False,
 ) -> tuple[State, Any]:
     """The final state, and `emit` of the states before and after each of xs.
 
@@ -100,8 +125,7 @@ def _scan(
     side: first what each of them comes to, of which this function gives the state before each
     segment; then each segment from there.
     """
-    n = xs[0].shape[0]
-    count = _num_segments(xs[0].shape) if num_segments is None else num_segments
+    n, count = xs[0].shape[0], _num_segments(xs[0].shape)
     if count > 1:
         xs = _segments(xs, count)
         _, state = _scan(state, _totals(xs)[:2], lambda before, _: before, reverse)
@@ -132,32 +156,7 @@ def _segments(xs: tuple[jax.Array, ...], count: int) -> tuple[jax.Array, ...]:
 
 def _totals(xs: tuple[jax.Array, ...]) -> State:
     """Of each segment."""
-    return lax.scan(lambda s, x: (_sum(s, *x), None), _start(xs[0], 0), xs)[0]
-
-
-def checkpoints(
-    x: jax.Array,
-    initial: jax.Array | None,
-    total: jax.Array | None = None,
-    *,
-    axis: int,
-    block_n: int,
-    reverse: bool,
-    **options: Any,
-) -> list[jax.Array]:
-    """The pivots and totals before each tile of `block_n` positions and after the last one."""
-    start = _start(x, axis, initial, total)
-    _, after = running(
-        x, initial, total, lambda state: state[:2], axis=axis, reverse=reverse, **options
-    )
-    n = x.shape[axis]
-    at = jnp.minimum(jnp.arange(1, -(-n // block_n) + 1) * block_n, n)
-    at = n - at if reverse else at - 1
-    pairs = zip(start[:2], after, strict=True)
-    return [
-        jnp.moveaxis(jnp.concatenate([first[None], jnp.take(x, at, axis=0)]), 0, axis)
-        for first, x in pairs
-    ]
+    return lax.scan(lambda s, x: (_sum(s, *x), None), _start(xs[0]), xs)[0]
 
 
 def _num_segments(shape: tuple[int, ...]) -> int:
@@ -190,16 +189,21 @@ def _sum(state: State, x: jax.Array, total: jax.Array | int = 1) -> State:
 
 
 def _start(
-    x: jax.Array, axis: int, initial: jax.Array | None = None, total: jax.Array | None = None
+    numbers: jax.Array, initial: jax.Array | None = None, total: jax.Array | None = None
 ) -> State:
-    """The state before any number of x, from what was given if anything was."""
+    """The state before any number, from what was given if anything was."""
     if initial is not None:
         pivot, total = pair_of(initial, total)
         return State(pivot, total, stop_gradient(jnp.zeros_like(total)))
-    like = x.sum(axis, dtype=wide(x.dtype))  # for its type alone: its values are not used
-    lowest, zero = jnp.full_like(like, jnp.finfo(like.dtype).min), jnp.zeros_like(like)
+    like = numbers.sum(0)  # for its type alone: its values are not used
+    lowest, zero = pair_of_nothing(like)
     varying: Any = vary.unify(lowest, zero, zero, like)
     return State(*varying[:3])
+
+
+def pair_of_nothing(like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The pivot and total of no numbers."""
+    return jnp.full_like(like, jnp.finfo(like.dtype).min), jnp.zeros_like(like)
 
 
 def pair_of(initial: jax.Array, total: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

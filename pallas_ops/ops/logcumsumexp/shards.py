@@ -5,8 +5,6 @@ pairs before it. Backward, each shard finds the gradient of the total that it st
 the total which it ended with is the sum of those of the shards after it: below pivot p it is
 u * exp(p - p_r), where u is that of shard r below p_r. p_r is not below p by more than 1, so no
 factor overflows. Nothing goes through a logarithm, which would lose the digits of large states.
-
-`totals` and `scan` run the ops of one shard. Shards are numbered in the order of the sum.
 """
 
 from collections.abc import Callable
@@ -17,11 +15,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import shards, vary
-from pallas_ops.core.shards import Names
-from pallas_ops.ops.logcumsumexp.reference import State, finite, pair_of
+from pallas_ops.core.dispatch import Op
+from pallas_ops.ops.logcumsumexp.config import Params
+from pallas_ops.ops.logcumsumexp.reference import State, finite, pair_of, pair_of_nothing
+from pallas_ops.scan.segments import Pair, added
 
-Pair = tuple[jax.Array, jax.Array]
-Call = Callable[..., tuple[jax.Array, ...]]
+
+class Ops(NamedTuple):
+    """The passes over an axis, and the sums that shards exchange before them."""
+
+    totals: Op
+    forward: Op
+    saving: Op
+    backward_totals: Op
+    backward: Op
 
 
 class States(NamedTuple):
@@ -31,92 +38,102 @@ class States(NamedTuple):
     shards: Pair
 
 
-def exchanged(
-    totals: Call,
-    axis_name: Names,
-    x: jax.Array,
-    initial: jax.Array | None,
-    total: jax.Array | None,
-    *,
-    reverse: bool,
-    **static: Any,
-) -> States:
-    """The states of all shards; the first one's has the initial state in it."""
-    own = totals(x, reverse=reverse, **static)
-    start = nothing(own[0]) if initial is None else pair_of(initial, total)
-    number, _ = shards.order(axis_name, reverse=reverse)
-    first = _joined(*(jnp.stack(pair) for pair in zip(start, own, strict=True)))
-    p, t = _gathered(axis_name, _choose(number == 0, first, own), reverse=reverse)
-    return States(start, (p, t))
+class Shard:
+    """One of the shards of an axis, which are numbered in the order of the sum.
 
+    `run(op, *operands)` is an op on this shard alone.
+    """
 
-def forward(
-    scan: Call, axis_name: Names, x: jax.Array, states: States, *, reverse: bool, **static: Any
-) -> tuple[jax.Array, ...]:
-    """The results of the shard; the final state is that of all shards, on each of them."""
-    number, count = shards.order(axis_name, reverse=reverse)
-    p, t = states.shards
-    before = _choose(number == 0, states.start, _joined(p, t, jnp.arange(count) < number))
-    operands: Any = vary.unify(x, *before)
-    out, _, *saved = scan(*operands, reverse=reverse, **static)
-    final = _joined(p, t)
-    return out, State(*final, final[1]).log, *saved
+    def __init__(
+        self, ops: Ops, run: Callable[..., Any], axis_name: shards.Names, params: Params
+    ) -> None:
+        self.ops, self.run, self.axis_name, self.params = ops, run, axis_name, params
+        self.number, self.count = shards.order(axis_name, reverse=params.reverse)
 
+    def forward(
+        self, x: jax.Array, *given: jax.Array | None, save: bool = False
+    ) -> tuple[jax.Array, ...]:
+        """Output and final state, from what the op is given; to save: the states of tiles."""
+        return self._scan(self.ops.saving if save else self.ops.forward, x, self._states(x, *given))
 
-def backward(
-    totals: Call,
-    scan: Call,
-    axis_name: Names,
-    x: jax.Array,
-    do: jax.Array,
-    dfinal: jax.Array | None,
-    saved_p: jax.Array,
-    saved_s: jax.Array,
-    *,
-    axis: int,
-    **static: Any,
-) -> Pair:
-    """dx of the shard, and on all shards the gradient of the initial state."""
-    static |= dict(axis=axis)
-    (p, t), (last_p, last_t) = (
-        [lax.index_in_dim(y, at, axis, keepdims=False) for y in (saved_p, saved_s)]
-        for at in (0, -1)
-    )
-    number, count = shards.order(axis_name, reverse=static["reverse"])
-    (u,) = totals(x, do, saved_p, saved_s, **static)
-    dfinal = jnp.zeros_like(u) if dfinal is None else dfinal
-    end = jnp.where(last_t == 0, 0, dfinal / jnp.where(last_t == 0, 1, last_t))
-    u = jnp.where(number == count - 1, u + end * jnp.exp(p - last_p), u)
-    p, t, u = _gathered(axis_name, (p, t, u), reverse=static["reverse"])
-    after = _below(last_p, p, u, jnp.arange(count) > number) * finite(last_t)
-    dlast = jnp.where(number == count - 1, dfinal, after)
-    dx, _ = scan(*vary.unify(x, do, dlast, saved_p, saved_s), **static)
-    return dx, t[0] * _below(p[0], p, u, jnp.arange(count) >= 0)
+    def forward_saving_shards(
+        self, x: jax.Array, *given: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
+        """Saves not the states of tiles, which are not those of the whole axis, but of shards.
 
+        They take the places of the tiles' states, if there are enough; else the first one does.
+        """
+        states, axis = self._states(x, *given), self.params.axis
+        out, final, *_ = self._scan(self.ops.saving, x, states)
+        slots = 1 - (-x.shape[axis] * self.count // self.params.block_n)
 
-def nothing(like: jax.Array) -> Pair:
-    """The pair of no numbers."""
-    return jnp.full_like(like, jnp.finfo(like.dtype).min), jnp.zeros_like(like)
+        def in_slots(start: jax.Array, others: jax.Array) -> jax.Array:
+            y = jnp.concatenate([start[None], others])[:slots]
+            padding = [(0, slots - len(y) if i == 0 else 0, 0) for i in range(y.ndim)]
+            return jnp.moveaxis(lax.pad(y, jnp.zeros((), y.dtype), padding), 0, axis)
+
+        return out, final, *map(in_slots, *states)
+
+    def backward_from_shards(
+        self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
+    ) -> Pair:
+        """Finds the states of the shard's tiles again; XLA may see that it has them."""
+        p, t = (jnp.moveaxis(y, self.params.axis, 0) for y in saved)
+        if self.count < len(p):
+            states = States((p[0], t[0]), (p[1 : self.count + 1], t[1 : self.count + 1]))
+        else:
+            states = self._states(x, p[0], t[0])
+        _, _, *tiles = self._scan(self.ops.saving, x, states)
+        return self.backward(x, do, dfinal, *tiles)
+
+    def backward(
+        self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
+    ) -> Pair:
+        """dx of the shard, and on all shards the gradient of the initial state."""
+        (p, t), (last_p, last_t) = (
+            [lax.index_in_dim(y, at, self.params.axis, keepdims=False) for y in saved]
+            for at in (0, -1)
+        )
+        is_last, numbers = self.number == self.count - 1, jnp.arange(self.count)
+        (u,) = self.run(self.ops.backward_totals, x, do, *saved)
+        dfinal = jnp.zeros_like(u) if dfinal is None else dfinal
+        end = jnp.where(last_t == 0, 0, dfinal / jnp.where(last_t == 0, 1, last_t))
+        u = jnp.where(is_last, u + end * jnp.exp(p - last_p), u)
+        p, t, u = self._gathered(p, t, u)
+        after = _below(last_p, p, u, numbers > self.number) * finite(last_t)
+        dlast = jnp.where(is_last, dfinal, after)
+        dx, _ = self.run(self.ops.backward, *vary.unify(x, do, dlast, *saved))
+        return dx, t[0] * _below(p[0], p, u, numbers >= 0)
+
+    def _states(self, x: jax.Array, initial: jax.Array | None, total: jax.Array | None) -> States:
+        """Of all shards, exchanged; the first one's has the initial state in it."""
+        own = self.run(self.ops.totals, x)
+        start = pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
+        p, t = map(jnp.stack, zip(start, own, strict=True))
+        first = added((p, t), axis=0)
+        p, t = self._gathered(*_choose(self.number == 0, first, own))
+        return States(start, (p, t))
+
+    def _scan(self, op: Op, x: jax.Array, states: States) -> tuple[jax.Array, ...]:
+        """The results of the shard; the final state is that of all shards, on each of them."""
+        p, t = states.shards
+        earlier = _along(jnp.arange(self.count) < self.number, p)
+        before = added(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
+        operands: Any = vary.unify(x, *_choose(self.number == 0, states.start, before))
+        out, _, *saved = self.run(op, *operands)
+        final = added((p, t), axis=0)
+        return out, State(*final, final[1]).log, *saved
+
+    def _gathered(self, *xs: jax.Array) -> list[jax.Array]:
+        """Each of xs, of all shards, along a new first axis."""
+        stacked: Any = vary.unify(*xs)
+        every = shards.gather(jnp.stack(stacked), self.axis_name)
+        every = every[::-1] if self.params.reverse else every
+        return [every[:, i] for i in range(len(xs))]
 
 
 def _choose(condition: jax.Array, ours: Any, others: Any) -> Any:
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), ours, others)
-
-
-def _gathered(axis_name: Names, xs: tuple[jax.Array, ...], *, reverse: bool) -> list[jax.Array]:
-    """Each of xs, of all shards, along a new first axis."""
-    stacked: Any = vary.unify(*xs)
-    every = shards.gather(jnp.stack(stacked), axis_name)
-    every = every[::-1] if reverse else every
-    return [every[:, i] for i in range(len(xs))]
-
-
-def _joined(p: jax.Array, t: jax.Array, among: jax.Array | None = None) -> Pair:
-    """The sum of pairs along the first axis, or of some of them."""
-    if among is not None:
-        p, t = _choose(_along(among, p), (p, t), nothing(p))
-    pivot = p.max(axis=0)
-    return pivot, (t * jnp.exp(p - pivot[None])).sum(axis=0)
+    return [jnp.where(condition, x, y) for x, y in zip(ours, others, strict=True)]
 
 
 def _below(pivot: jax.Array, p: jax.Array, u: jax.Array, among: jax.Array) -> jax.Array:

@@ -4,8 +4,7 @@ Saved: x and the initial state, which the caller has, and a pair of float32 a ti
 `jax.checkpoint` can keep them. The backward pass recomputes the output in its tiles.
 """
 
-import dataclasses
-from collections.abc import Callable
+import functools
 from functools import partial
 from typing import Any
 
@@ -14,101 +13,126 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_ops.core import vary
-from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core import checks, vary
+from pallas_ops.core.dispatch import Op
 from pallas_ops.core.partition import call, reshard_like
-from pallas_ops.core.shards import checked, is_replicated, order
-from pallas_ops.ops.logcumsumexp import shards
-from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
-from pallas_ops.ops.logcumsumexp.passes import forward_of_shard, ops_of
+from pallas_ops.core.shards import Names, checked, is_replicated, order
+from pallas_ops.ops.logcumsumexp import kernel, kernel_backward, reference
+from pallas_ops.ops.logcumsumexp.config import Params
+from pallas_ops.ops.logcumsumexp.shards import Ops, Shard
+from pallas_ops.scan.limits import unless_too_many_rows
+from pallas_ops.scan.view import names
 
 RESIDUALS = "pallas_ops.logcumsumexp"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Params:
-    """The static arguments."""
+@functools.lru_cache(maxsize=128)
+def ops(before: int, after: int) -> Ops:
+    """The passes, and what shards sum up before them, with axes beside the scanned one."""
+    full, states = names(before, after, "n"), names(before, after, "m")
+    column = names(before, after)
 
-    axis: int
-    reverse: bool
-    clip: float | None
-    block_n: int
-    axis_name: tuple[str, ...] | None
-    implementation: Implementation | None
-    config: LogcumsumexpConfig | None
+    def op(
+        name: str, runs: Any, operands: Any, results: Any, of_shard: Any = None, **options: bool
+    ) -> Op:
+        kernel, reference = (partial(run, **options) for run in runs)
+        return Op(
+            name=f"logcumsumexp{name}",
+            kernel=unless_too_many_rows(kernel, reference),
+            reference=reference,
+            operands=operands,
+            results=results,
+            unsharded=("m",) if of_shard else ("n", "m"),
+            shards=of_shard and ("n", partial(_of_shard, of_shard)),
+        )
 
-    @property
-    def static(self) -> dict[str, Any]:
-        """Those of the kernels."""
-        names = ("axis", "reverse", "clip", "block_n", "config")
-        return {name: getattr(self, name) for name in names}
+    given, saved = (full, column, column), (states, states)
+    totals, scan = (kernel.totals, reference.totals), (kernel.forward, reference.forward)
+    backward_totals = kernel_backward.totals, reference.backward_totals
+    backward = kernel_backward.backward, reference.backward
+    return Ops(
+        op("_totals", totals, (full,), (column, column)),
+        op("", scan, given, (full, column), Shard.forward, save=False),
+        op("", scan, given, (full, column, *saved), Shard.forward_saving_shards, save=True),
+        op("_backward_totals", backward_totals, (full, full, *saved), (column,)),
+        op(
+            "_backward",
+            backward,
+            (full, full, column, *saved),
+            (full, column),
+            Shard.backward_from_shards,
+        ),
+    )
 
-    @property
-    def call(self) -> Callable[..., tuple[jax.Array, ...]]:
-        """Runs an op."""
-        return partial(call, implementation=self.implementation)
+
+def _ops_of(params: Params, x: jax.Array) -> Ops:
+    return ops(params.axis, x.ndim - params.axis - 1)
 
 
-def _forward_pass(
-    p: Params, call: Any, x: jax.Array, initial: jax.Array | None, *, save: bool
+def _of_shard(
+    of_shard: Any, run: Any, mesh_axes: Names, x: jax.Array, *others: Any, params: Params
+) -> Any:
+    shard = Shard(_ops_of(params, x), partial(run, params=params), mesh_axes, params)
+    return of_shard(shard, x, *others)
+
+
+def _run(params: Params) -> Any:
+    """Runs an op."""
+    if params.implementation == "xla":
+        return lambda op, *operands, **static: op.reference(*operands, **static)
+    return partial(call, implementation=params.implementation)
+
+
+def evaluate(
+    params: Params, x: jax.Array, initial: jax.Array | None, *, save: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Output and final state, and what is saved."""
-    scan = partial(call, ops_of(p.axis, x)[1 + save])
-    if p.axis_name is not None:
-        scan = partial(forward_of_shard, call, p.axis_name, save=save)
-    results: tuple[jax.Array, ...] = scan(x, initial, None, **p.static)
-    return results
-
-
-def reference(p: Params, x: jax.Array, initial: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """`accumulate` in jax.numpy, differentiated by JAX."""
-    call = lambda op, *operands, **static: op.reference(*operands, **static)  # noqa: E731
-    out, final = _forward_pass(p, call, x, initial, save=False)
-    return out, final
+    """Output and final state, and what is saved; differentiated by JAX: the reference can be."""
+    scan = partial(_run(params), _ops_of(params, x)[1 + save])
+    if params.axis_name is not None:
+        of_shard = partial(Shard.forward, save=save)
+        scan = partial(_of_shard, of_shard, _run(params), params.axis_name)
+    return scan(x, initial, None, params=params)  # type: ignore[no-any-return]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def accumulate(p: Params, x: jax.Array, initial: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def accumulate(params: Params, x: jax.Array, initial: jax.Array | None) -> tuple[jax.Array, ...]:
     """Output [b, ..., n, ...], and the final state without n, in float32."""
-    out, final = _forward_pass(p, p.call, x, initial, save=False)
-    return out, final
+    return evaluate(params, x, initial)
 
 
-def _forward(p: Params, *primals):  # type: ignore[no-untyped-def]
+def _forward(params: Params, *primals):  # type: ignore[no-untyped-def]
     x, initial = primals[0].value, None if primals[1] is None else primals[1].value
-    out, final, *states = _forward_pass(p, p.call, x, initial, save=True)
+    out, final, *states = evaluate(params, x, initial, save=True)
     saved = [checkpoint_name(y, RESIDUALS) for y in states]
     return (out, final), (x, initial, saved)
 
 
-def _backward(p: Params, saved, cotangents):  # type: ignore[no-untyped-def]
+def _backward(params: Params, saved, cotangents):  # type: ignore[no-untyped-def]
+    checks.axis_name(params.axis_name)  # JAX forgets that of a `jax.vmap` before this rule runs
     x, initial, states = saved
     do, dfinal = cotangents
     if isinstance(do, SymbolicZero):
         _, do = vary.unify(x, jnp.zeros_like(x))
     dfinal = None if isinstance(dfinal, SymbolicZero) else dfinal
-    backward = _backward_pass if p.axis_name is None else _backward_pass_of_shard
-    dx, dinitial = reshard_like(backward(p, x, initial, do, dfinal, *states), (x, initial))
+    if params.axis_name is None:
+        grads = _run(params)(_ops_of(params, x).backward, x, do, dfinal, *states, params=params)
+    else:
+        grads = _backward_of_shard(params, x, initial, do, dfinal, *states)
+    dx, dinitial = reshard_like(grads, (x, initial))
     return dx, None if initial is None else dinitial
 
 
-def _backward_pass(p: Params, x: Any, _: Any, *others: Any) -> tuple[jax.Array, ...]:
-    grads: tuple[jax.Array, ...] = p.call(ops_of(p.axis, x).backward, x, *others, **p.static)
-    return grads
-
-
-def _backward_pass_of_shard(
-    p: Params, x: Any, initial: Any, do: Any, dfinal: Any, *states: Any
+def _backward_of_shard(
+    params: Params, x: Any, initial: Any, do: Any, dfinal: Any, *states: Any
 ) -> tuple[jax.Array, ...]:
     """Where no types say what is replicated, shards' gradients of what all have add up."""
-    assert p.axis_name is not None
-    passes = ops_of(p.axis, x)
-    if dfinal is not None and not checked(p.axis_name):
-        dfinal = jax.lax.psum(dfinal, p.axis_name)
-    scans = partial(p.call, passes.backward_totals), partial(p.call, passes.backward)
-    dx, dinitial = shards.backward(*scans, p.axis_name, x, do, dfinal, *states, **p.static)
-    if initial is not None and not is_replicated(initial, p.axis_name):
-        number, _ = order(p.axis_name, reverse=p.reverse)
+    axis_name: Any = params.axis_name
+    if dfinal is not None and not checked(axis_name):
+        dfinal = jax.lax.psum(dfinal, axis_name)
+    run = partial(_of_shard, Shard.backward, _run(params), axis_name)
+    dx, dinitial = run(x, do, dfinal, *states, params=params)
+    if initial is not None and not is_replicated(initial, axis_name):
+        number, _ = order(axis_name, reverse=params.reverse)
         dinitial = jnp.where(number == 0, dinitial, 0)
     return dx, dinitial
 

@@ -1,4 +1,4 @@
-"""The state of a log-sum-exp, and the sums of exponentials that it is made of.
+"""What a program of logcumsumexp loads, and the state that it carries from tile to tile.
 
 A log-sum-exp is stored as pivot + log(total), with a finite pivot and total = sum exp(x - pivot).
 So it is exact however large the numbers are. From tile to tile there is also the compensation term
@@ -9,16 +9,19 @@ Values of a range and column are arrays [ranges, columns]; those of a tile are
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_ops.core import launch
+from pallas_ops.core import fastmath, launch
 from pallas_ops.core.fastmath import LOG2E, exp2, larger, log2, multiply_add, reciprocal
+from pallas_ops.core.tiles import Ref
+from pallas_ops.ops.logcumsumexp.config import Plan, num_steps
 from pallas_ops.scan.running import GROUPS, STEPS
 from pallas_ops.scan.segments import Pair
-from pallas_ops.scan.tile import per_range
+from pallas_ops.scan.tile import Ranges, Tile, loop, per_range
 
 LN2 = math.log(2)
 HUGE = float(jnp.finfo(jnp.float32).max)
@@ -105,3 +108,46 @@ def sum_of(x: jax.Array) -> jax.Array:
 def inverse(total: jax.Array) -> jax.Array:
     """1 / total, and 0 where nothing has been summed yet."""
     return jnp.where(total == 0, 0.0, reciprocal(total))
+
+
+class Segments(Ranges):
+    """One program's segments, and tiles of them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.c = plan, plan.c
+        super().__init__(plan.view)
+
+    def tile(self, first: Any) -> Tile:
+        return Tile(self, first, self.c.block_n, self.view.num_steps)
+
+    def exact_tile(self, first: Any) -> Tile:
+        """`block_exact` positions; the variant `recurrence` has all of a column's in one lane."""
+        size = self.plan.block_exact
+        if self.view.s.c > 1 and self.c.variant == "recurrence":
+            return Tile(self, first, size, size)
+        return Tile(self, first, size, num_steps(self.view.s, self.c, size))
+
+    def load_x(self, tile: Tile, ref: Ref) -> jax.Array:
+        """x in float32, clipped; -inf beyond the range."""
+        x, clip = tile.load(ref, -jnp.inf), self.plan.clip
+        if clip is None:
+            return x
+        x = jnp.where(x > clip, clip, jnp.where(x < -clip, -clip, x))  # NaN stays
+        return x if tile.mask is None else jnp.where(tile.mask, x, -jnp.inf)
+
+    def store_dx(self, tile: Tile, ref: Ref, x_ref: Ref, dx: jax.Array) -> None:
+        """dx is 0 where x was clipped."""
+        if self.plan.clip is not None:
+            dx = jnp.where(jnp.abs(tile.load(x_ref)) > self.plan.clip, 0.0, dx)
+        tile.store(ref, dx)
+
+    def load_saved(self, refs: tuple[Ref, Ref], tile: Any) -> Pair:
+        """The state saved before a tile of the axis; beyond its end, the last one."""
+        if self.view.s.n % self.view.s.size:
+            tile = jnp.minimum(tile, self.plan.num_tiles)
+        p, s = (self.load(ref, tile) for ref in refs)
+        return (fastmath.settled(p), fastmath.settled(s)) if self.c.num_stages > 1 else (p, s)
+
+    def loop(self, step: Callable[[Any, State], State], state: State) -> State:
+        """`step` of each tile of a segment."""
+        return loop(self.view.tiles, step, state, self.c.num_stages)
