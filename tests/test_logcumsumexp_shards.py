@@ -27,8 +27,9 @@ from tests.support import assert_close, case, kernel_implementation, random_arra
 
 KERNEL = kernel_implementation()
 Rng = np.random.Generator
-NAMES = (P(None, "x"), P(), P(None, "x"), P())  # x, initial state and cotangents
-RESULTS = ((P(None, "x"), P()), (P(None, "x"), P()))
+SEQUENCE = P(None, "x")
+NAMES = (SEQUENCE, P(), SEQUENCE, P())  # x, initial state and cotangents
+RESULTS = ((SEQUENCE, P()), (SEQUENCE, P()))
 
 
 def run(*xs: jax.Array, **kwargs: Any) -> Any:
@@ -268,22 +269,26 @@ def test_kernels_of_a_shard(rng: Rng, axis: int, reverse: bool) -> None:
 
 
 @pytest.mark.slow
-def test_h200s_launch_every_kernel_once() -> None:
-    """By name and by jit: XLA sees that both passes need the same totals and states.
-
-    Since JAX 0.11 it may see different source locations where totals are launched.
-    """
-    x = jax.ShapeDtypeStruct((2, 65536, 64), jnp.bfloat16)
-    state = jax.ShapeDtypeStruct((2, 1, 64), jnp.float32)
-    mesh = h200.h200_mesh(x=8)
-    for fn in (by_name(mesh), run):
+@pytest.mark.parametrize("has_state", [False, True])
+def test_h200s_launch_every_kernel_once(has_state: bool) -> None:
+    """By name and by jit: XLA sees that both passes need the same totals and states."""
+    count, b = (8, 2) if has_state else (2, 1)  # axes of size 1 are written in other ways
+    x = jax.ShapeDtypeStruct((b, 65536, 64), jnp.bfloat16)
+    mesh = h200.h200_mesh(x=count)
+    for by in ({}, dict(axis_name="x")):
+        fn: Any = partial(pallas_ops.logcumsumexp, axis=1, **by)
+        given: tuple[Any, ...] = (x,)
+        specs: tuple[P, ...] = (SEQUENCE,)
+        if has_state:
+            fn = lambda x, s, fn=fn: fn(x, initial_state=s)  # noqa: E731
+            given, specs = (x, jax.ShapeDtypeStruct((b, 1, 64), jnp.float32)), (SEQUENCE, P())
+        if by:
+            fn = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=SEQUENCE)
         program = h200.compile_for_h200(
-            partial(flat_cotangents, fn), x, state, x, state, mesh=mesh, specs=NAMES
+            shards.with_pullback(fn, len(given)), *given, x, mesh=mesh, specs=(*specs, SEQUENCE)
         )
         launches = collections.Counter(re.findall(r'name = "(pallas_ops_\w+)"', program.hlo))
         assert launches.pop("pallas_ops_segments") == 2
-        if fn is not run and jax.__version_info__ >= (0, 11):
-            launches["pallas_ops_logcumsumexp_totals"] = 1
         names = ("logcumsumexp", "logcumsumexp_backward")
         assert launches == {f"pallas_ops_{n}{k}": 1 for n in names for k in ("", "_totals")}
         assert program.collectives == {"all-gather": 2}

@@ -2,7 +2,8 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,6 +28,20 @@ def interpreted(flag: bool) -> Iterator[None]:
 
 def is_interpreted() -> bool:
     return _INTERPRETED.get()
+
+
+def traced_once(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run(static, *arrays)`, traced once for both of its callers.
+
+    XLA drops a launch that it has already. A kernel holds the source locations of its callers, so
+    that two traces of it differ.
+    """
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def keyed(_: bool, static: Hashable, *xs: jax.Array) -> Any:
+        return run(static, *xs)
+
+    return lambda static, *xs: keyed(is_interpreted(), static, *xs)
 
 
 def launch(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.fastmath import LOG2E, exp2
-from pallas_ops.core.launch import launch
+from pallas_ops.core.launch import launch, traced_once
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import Params, Plan, plan_of
@@ -74,6 +74,7 @@ def totals(x: jax.Array, *, params: Params) -> Pair:
     return p.reshape(shape), w.reshape(shape)
 
 
+@traced_once  # for a shard's exchange and for its scan
 def _totals(plan: Plan, x: jax.Array) -> Pair:
     """The log-sum-exp of each segment."""
     p, s = launch(

@@ -63,27 +63,31 @@ class Shard:
 
         They take the places of the tiles' states, if there are enough; else the first one does.
         """
-        states, axis = self._states(x, *given), self.params.axis
-        out, final, *_ = self._scan(self.ops.saving, x, states)
+        states, axis = _settled(self._states(x, *given)), self.params.axis
+        out, final, *_ = self._scan(self.ops.saving, x, _settled(states))
         slots = 1 - (-x.shape[axis] * self.count // self.params.block_n)
 
         def in_slots(start: jax.Array, others: jax.Array) -> jax.Array:
-            y = jnp.concatenate([start[None], others])[:slots]
-            padding = [(0, slots - len(y) if i == 0 else 0, 0) for i in range(y.ndim)]
-            return jnp.moveaxis(lax.pad(y, jnp.zeros((), y.dtype), padding), 0, axis)
+            both = jnp.expand_dims(start, axis), jnp.moveaxis(others, 0, axis)
+            y = jnp.concatenate(both, axis) if self.count < slots else both[0]
+            padding = [(0, slots - y.shape[i] if i == axis else 0, 0) for i in range(y.ndim)]
+            return lax.pad(y, jnp.zeros((), y.dtype), padding)
 
         return out, final, *map(in_slots, *states)
 
     def backward_from_shards(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
     ) -> Pair:
-        """Finds the states of the shard's tiles again; XLA may see that it has them."""
-        p, t = (jnp.moveaxis(y, self.params.axis, 0) for y in saved)
-        if self.count < len(p):
-            states = States((p[0], t[0]), (p[1 : self.count + 1], t[1 : self.count + 1]))
+        """Finds the states of the shard's tiles again, which XLA sees to be those of `forward`."""
+        axis = self.params.axis
+        p, t = (lax.index_in_dim(y, 0, axis, keepdims=False) for y in saved)
+        if self.count < saved[0].shape[axis]:
+            others = (lax.slice_in_dim(y, 1, self.count + 1, axis=axis) for y in saved)
+            all_p, all_t = (jnp.moveaxis(y, axis, 0) for y in others)
+            states = States((p, t), (all_p, all_t))
         else:
-            states = self._states(x, p[0], t[0])
-        _, _, *tiles = self._scan(self.ops.saving, x, states)
+            states = self._states(x, p, t)
+        _, _, *tiles = self._scan(self.ops.saving, x, _settled(states))
         return self.backward(x, do, dfinal, *tiles)
 
     def backward(
@@ -130,6 +134,16 @@ class Shard:
         every = shards.gather(jnp.stack(stacked), self.axis_name)
         every = every[::-1] if self.params.reverse else every
         return [every[:, i] for i in range(len(xs))]
+
+
+def _settled(states: States) -> States:
+    """The states as they are. Both passes go on from here with what XLA sees to be the same.
+
+    Without the barrier XLA would simplify what follows together with what comes before, which is
+    not the same in both passes, and then not see that their launches are.
+    """
+    settled: States = lax.optimization_barrier(states)
+    return settled
 
 
 def _choose(condition: jax.Array, ours: Any, others: Any) -> Any:
