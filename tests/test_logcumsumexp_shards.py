@@ -275,14 +275,14 @@ def test_h200s_launch_every_kernel_once(has_state: bool) -> None:
     count, b = (8, 2) if has_state else (2, 1)  # axes of size 1 are written in other ways
     x = jax.ShapeDtypeStruct((b, 65536, 64), jnp.bfloat16)
     mesh = h200.h200_mesh(x=count)
-    for by in ({}, dict(axis_name="x")):
-        fn: Any = partial(pallas_ops.logcumsumexp, axis=1, **by)
+    for axis_name in (None, "x"):
+        fn: Any = partial(pallas_ops.logcumsumexp, axis=1, axis_name=axis_name)
         given: tuple[Any, ...] = (x,)
         specs: tuple[P, ...] = (SEQUENCE,)
         if has_state:
             fn = lambda x, s, fn=fn: fn(x, initial_state=s)  # noqa: E731
             given, specs = (x, jax.ShapeDtypeStruct((b, 1, 64), jnp.float32)), (SEQUENCE, P())
-        if by:
+        if axis_name is not None:
             fn = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=SEQUENCE)
         program = h200.compile_for_h200(
             shards.with_pullback(fn, len(given)), *given, x, mesh=mesh, specs=(*specs, SEQUENCE)
