@@ -54,7 +54,10 @@ class Shard:
         self, x: jax.Array, *given: jax.Array | None, save: bool = False
     ) -> tuple[jax.Array, ...]:
         """Output and final state, from what the op is given; to save: the states of tiles."""
-        return self._scan(self.ops.saving if save else self.ops.forward, x, self._states(x, *given))
+        own = self.run(self.ops.totals, x)
+        start = _start(own, *given)
+        states = States(start, self._exchanged(own, start))
+        return self._scan(self.ops.saving if save else self.ops.forward, x, states)
 
     def forward_saving_shards(
         self, x: jax.Array, *given: jax.Array | None
@@ -63,7 +66,9 @@ class Shard:
 
         They take the places of the tiles' states, if there are enough; else the first one does.
         """
-        states, axis = _settled(self._states(x, *given)), self.params.axis
+        own, axis = self.run(self.ops.totals, x), self.params.axis
+        start = _settled(_start(own, *given))
+        states = States(start, _settled(self._exchanged(own, start)))
         out, final, *_ = self._scan(self.ops.saving, x, _settled(states))
         slots = 1 - (-x.shape[axis] * self.count // self.params.block_n)
 
@@ -83,11 +88,12 @@ class Shard:
         p, t = (lax.index_in_dim(y, 0, axis, keepdims=False) for y in saved)
         if self.count < saved[0].shape[axis]:
             others = (lax.slice_in_dim(y, 1, self.count + 1, axis=axis) for y in saved)
-            all_p, all_t = (jnp.moveaxis(y, axis, 0) for y in others)
-            states = States((p, t), (all_p, all_t))
+            every_p, every_t = (jnp.moveaxis(y, axis, 0) for y in others)
         else:
-            states = self._states(x, p, t)
-        _, _, *tiles = self._scan(self.ops.saving, x, _settled(states))
+            own = self.run(self.ops.totals, x)
+            every_p, every_t = _settled(self._exchanged(own, (p, t)))
+        states = _settled(States((p, t), (every_p, every_t)))
+        _, _, *tiles = self._scan(self.ops.saving, x, states)
         return self.backward(x, do, dfinal, *tiles)
 
     def backward(
@@ -109,14 +115,12 @@ class Shard:
         dx, _ = self.run(self.ops.backward, *vary.unify(x, do, dlast, *saved))
         return dx, t[0] * _below(p[0], p, u, numbers >= 0)
 
-    def _states(self, x: jax.Array, initial: jax.Array | None, total: jax.Array | None) -> States:
-        """Of all shards, exchanged; the first one's has the initial state in it."""
-        own = self.run(self.ops.totals, x)
-        start = pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
+    def _exchanged(self, own: Pair, start: Pair) -> Pair:
+        """The states of all shards; the first one's has the initial state in it."""
         p, t = map(jnp.stack, zip(start, own, strict=True))
         first = added((p, t), axis=0)
         p, t = self._gathered(*_choose(self.number == 0, first, own))
-        return States(start, (p, t))
+        return p, t
 
     def _scan(self, op: Op, x: jax.Array, states: States) -> tuple[jax.Array, ...]:
         """The results of the shard; the final state is that of all shards, on each of them."""
@@ -136,14 +140,17 @@ class Shard:
         return [every[:, i] for i in range(len(xs))]
 
 
-def _settled(states: States) -> States:
-    """The states as they are. Both passes go on from here with what XLA sees to be the same.
+def _start(own: Pair, initial: jax.Array | None, total: jax.Array | None) -> Pair:
+    return pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
 
-    Without the barrier XLA would simplify what follows together with what comes before, which is
-    not the same in both passes, and then not see that their launches are.
+
+def _settled(states: Any) -> Any:
+    """The states as they are, from which both passes under `jax.jit` go on.
+
+    Without the barriers XLA would simplify what follows together with what comes before, which is
+    not the same in both passes, and then not see that their launches and exchanges are.
     """
-    settled: States = lax.optimization_barrier(states)
-    return settled
+    return lax.optimization_barrier(states)
 
 
 def _choose(condition: jax.Array, ours: Any, others: Any) -> Any:
