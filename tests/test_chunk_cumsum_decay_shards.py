@@ -199,7 +199,7 @@ def test_packed_sequences_exchange_totals_alone(rng: Rng) -> None:
 def test_kernels_start_from_a_carry(rng: Rng, axis: int, reverse: bool) -> None:
     """Emulated or on a GPU: a part of an axis whose sequences begin before it and end behind it."""
     x, carry = random_array(rng, (2, 40, 40)), random_array(rng, (2, 40))
-    sums = vjp.op(axis, 2 - axis)
+    sums = vjp.op("chunk_cumsum_decay", axis, 2 - axis)
     same: Any = dict(axis=axis, reverse=reverse, scale=0.5, dtypes=("float32", "float32"))
     for edges, chunk_size, shift, config in (
         (None, 16, "chunk", None),

@@ -68,6 +68,11 @@ class Params:
     shift_result: bool = False  # a shift is of the sums
     is_gradient: bool = False
 
+    @property
+    def name(self) -> str:
+        """That of the op and of its kernel."""
+        return "chunk_cumsum_decay" + "_backward" * self.is_gradient
+
     def transposed(self) -> "Params":
         """Of the gradient; twice is the same again."""
         return dataclasses.replace(

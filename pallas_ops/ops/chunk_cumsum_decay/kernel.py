@@ -36,7 +36,7 @@ def accumulate(
         table,
         before,
         carry,
-        name="chunk_cumsum_decay" + "_backward" * params.is_gradient,
+        name=params.name,
         grid=plan.view.grid,
         out_shape=[jax.ShapeDtypeStruct(view.shape, params.dtypes[1])],
         num_warps=plan.c.num_warps,

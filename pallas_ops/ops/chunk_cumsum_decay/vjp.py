@@ -21,11 +21,11 @@ from pallas_ops.scan.view import names
 
 
 @functools.lru_cache(maxsize=128)
-def op(before: int, after: int) -> Op:
+def op(name: str, before: int, after: int) -> Op:
     """The sums of x, with axes beside the summed one; operands as of `reference.accumulate`."""
     full = names(before, after, "n")
     return Op(
-        name="chunk_cumsum_decay",
+        name=name,
         kernel=unless_too_many_rows(kernel.accumulate, reference.accumulate),
         reference=reference.accumulate,
         operands=(full, "s", names(before, after)),
@@ -37,7 +37,8 @@ def op(before: int, after: int) -> Op:
 
 def _alone(run: Any, x: jax.Array, *others: Any, params: Params) -> Any:
     """The sums of what one device has."""
-    return run(op(params.axis, x.ndim - params.axis - 1), x, *others, params=params)
+    axis = params.axis
+    return run(op(params.name, axis, x.ndim - axis - 1), x, *others, params=params)
 
 
 def _of_shard(run: Any, mesh_axes: Names, *operands: Any, params: Params) -> Any:
