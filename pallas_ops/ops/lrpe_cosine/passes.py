@@ -6,7 +6,7 @@ shards exchange a pivot and a total per feature, and backward the sum of a * da.
 
 import functools
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,133 +15,85 @@ from jax import lax
 from pallas_ops.core import shards, vary
 from pallas_ops.core.dispatch import Op
 from pallas_ops.ops.lrpe_cosine import kernel, reference
-from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, LrpeCosineConfig
+from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, Params
 
 
-class Ops(NamedTuple):
-    forward: Op
-    saving: Op
-    backward: Op  # dx alone
-    theta: Op
-    gradients: Op  # of x and theta
-    softmax: Op
-    mean: Op
+def op(name: str, p: Params) -> Op:
+    """The op of a pass: forward, saving, backward (dx), theta, gradients (both), softmax, mean."""
+    caches_angles = p.config is not None and p.config.cache_angles
+    return _op(name, p.act, p.theta, p.heads_first, p.per_batch, caches_angles)
 
 
-class Axes(NamedTuple):
-    """The axes of theta (`heads` and `features`), of offset and of positions, and how many."""
-
-    heads: str
-    features: str
-    offset: str
-    positions: str
-    num_axes: int
-
-
-@functools.lru_cache(maxsize=128)
-def ops(
-    axes: Axes, act: str, heads_first: bool, per_batch: bool, config: LrpeCosineConfig | None
-) -> Ops:
-    tokens = "h n" if heads_first else "n h"
-    x, out, column = f"b {tokens} d", f"b {tokens} two d", "b h d"
-    theta = f"{axes.heads} {axes.features}"
-    cached = f"{'b ' if per_batch else ''}n {axes.heads} d"
-    saved = [column, column] if act == SOFTMAX_SEQUENCE else []
-    if config is not None and config.cache_angles:
-        saved.append(cached)
+@functools.lru_cache(maxsize=1024)
+def _op(
+    name: str, act: str, theta: str, heads_first: bool, per_batch: bool, caches_angles: bool
+) -> Op:
+    """`op`, the same object for all calls with these axes: caches know an `Op` by its identity."""
+    tokens, batch = "h n" if heads_first else "n h", "b " if per_batch else ""
+    x, out, feature = f"b {tokens} d", f"b {tokens} two d", "b h d"
+    heads, width = theta.split()
+    cached = f"{batch}n {heads} d"
+    where = theta, batch.strip() or "one", f"{batch}n k"  # theta, offset, positions
+    softmax = feature, feature  # pivot and share
+    saved = [*softmax] * (act == SOFTMAX_SEQUENCE) + [cached] * caches_angles
+    forward, backward = (x, *where, *softmax), (x, out, *where, cached, *softmax, feature)
+    passes: dict[str, Any] = {
+        "forward": (kernel.forward, reference.forward, forward, (out,)),
+        "saving": (kernel.forward, reference.forward, forward, (out, *saved)),
+        "backward": (kernel.backward, reference.backward, backward, (x,)),
+        "theta": (kernel.gradients, reference.gradients, backward, (theta,)),
+        "gradients": (kernel.gradients, reference.gradients, backward, (x, theta)),
+        "softmax": (kernel.softmax, reference.softmax, (x,), softmax),
+        "mean": (kernel.mean, reference.mean, backward, (feature,)),
+    }
+    launcher, definition, operands, results = passes[name]
+    facts: dict[str, bool] = {}
+    if operands is forward:
+        facts = dict(save=name == "saving")
+    if theta in results:
+        facts = dict(with_x=name == "gradients")
     unsharded = ["e", "k", "one", "two"]  # axes that every device needs in full
-    if axes.num_axes > 1 or act == SOFTMAX_FEATURES or axes.features == "e":
+    if act == SOFTMAX_FEATURES or width == "e":
         unsharded.append("d")
-    summed = " ".join(axis for axis in "bnhd" if axis not in theta.split())
-    where = theta, axes.offset, axes.positions
-    of_shard: Any = lambda *_: None  # noqa: E731
-    if axes.positions == "" or act == SOFTMAX_SEQUENCE:
-        own = axes._replace(offset="", positions="b n k" if per_batch else "n k")
-        passes = partial(ops, own, act, heads_first, per_batch, config)
-        of_shard = lambda run, field: ("n", partial(run, field, passes))  # noqa: E731
-
-    def forward(field: str, **facts: Any) -> Op:
-        return Op(
-            name="lrpe_cosine",
-            kernel=partial(kernel.forward, save=field == "saving"),
-            reference=partial(reference.forward, save=field == "saving"),
-            operands=(x, *where, column, column),
-            unsharded=tuple(unsharded),
-            shards=of_shard(_forward_of_shard, field),
-            **facts,
-        )
-
-    def backward(field: str, **facts: Any) -> Op:
-        return Op(
-            name=f"lrpe_cosine_{field}",
-            operands=(x, out, *where, cached, column, column, column),
-            unsharded=tuple(unsharded),
-            shards=of_shard(_backward_of_shard, field),
-            **facts,
-        )
-
-    def gradients(field: str, **facts: Any) -> Op:
-        with_x = field == "gradients"
-        return backward(
-            field,
-            kernel=partial(kernel.gradients, with_x=with_x),
-            reference=partial(reference.gradients, with_x=with_x),
-            **facts,
-        )
-
-    return Ops(
-        forward=forward("forward", results=(out,)),
-        saving=forward("saving", results=(out, *saved)),
-        backward=backward(
-            "backward", kernel=kernel.backward, reference=reference.backward, results=(x,)
-        ),
-        theta=gradients("theta", results=(theta,), summed=(summed,)),
-        gradients=gradients("gradients", results=(x, theta), summed=("", summed)),
-        softmax=Op(
-            name="lrpe_cosine_softmax",
-            kernel=kernel.softmax,
-            reference=reference.softmax,
-            operands=(x,),
-            results=(column, column),
-            unsharded=("n",),
-        ),
-        mean=Op(
-            name="lrpe_cosine_mean",
-            kernel=kernel.mean,
-            reference=reference.mean,
-            operands=(x, out, *where, cached, column, column, column),
-            results=(column,),
-            unsharded=("n", *unsharded),
-        ),
+    of_shard = _forward_of_shard if operands is forward else _backward_of_shard
+    if name in ("softmax", "mean"):
+        unsharded.append("n")
+    missing = " ".join(axis for axis in "bnhd" if axis not in (heads, width))
+    return Op(
+        name="lrpe_cosine" if operands is forward else f"lrpe_cosine_{name}",
+        kernel=partial(launcher, **facts),
+        reference=partial(definition, **facts),
+        operands=operands,
+        results=results,
+        unsharded=tuple(unsharded),
+        summed=tuple(missing if result == theta else "" for result in results),
+        shards=None if "n" in unsharded else ("n", partial(of_shard, name)),
     )
 
 
 def _forward_of_shard(
-    field: str,
-    passes: Any,
+    name: str,
     run: Any,
     axis_name: shards.Names,
     x: jax.Array,
     theta: jax.Array,
     offset: jax.Array | None,
     positions: jax.Array | None,
-    *_: None,
-    **static: Any,
+    pivot: jax.Array | None,
+    share: jax.Array | None,
+    *,
+    p: Params,
 ) -> tuple[jax.Array, ...]:
-    n = x.shape[reference.tokens_axis(static["heads_first"])]
-    where = theta, None, _positions(axis_name, n, theta, offset, positions, **static)
-    columns: Any = None, None
-    if static["act"] == SOFTMAX_SEQUENCE:
-        columns = _joined(axis_name, *run(passes().softmax, x, **static))
-    results: tuple[jax.Array, ...] = run(
-        getattr(passes(), field), *vary.unify(x, *where, *columns), **static | dict(shape=None)
-    )
+    positions = _positions(p, axis_name, x, theta, offset, positions)
+    if p.act == SOFTMAX_SEQUENCE and pivot is None:
+        pivot, share = _joined(axis_name, *run(op("softmax", p), x, p=p))
+    operands = vary.unify(x, theta, None, positions, pivot, share)
+    results: tuple[jax.Array, ...] = run(op(name, p), *operands, p=p)
     return results
 
 
 def _backward_of_shard(
-    field: str,
-    passes: Any,
+    name: str,
     run: Any,
     axis_name: shards.Names,
     x: jax.Array | None,
@@ -149,38 +101,32 @@ def _backward_of_shard(
     theta: jax.Array,
     offset: jax.Array | None,
     positions: jax.Array | None,
-    *saved: jax.Array | None,
-    **static: Any,
+    *others: jax.Array | None,
+    p: Params,
 ) -> tuple[jax.Array, ...]:
-    n = dout.shape[reference.tokens_axis(static["heads_first"])]
-    where = theta, None, _positions(axis_name, n, theta, offset, positions, **static)
-    operands = [*vary.unify(x, dout, *where, *saved)]
-    static["shape"] = None
-    if static["act"] == SOFTMAX_SEQUENCE and field != "theta":
-        (mean,) = run(passes().mean, *operands, **static)
-        operands = [*vary.unify(*operands[:-1], lax.psum(mean, axis_name))]
-    results: tuple[jax.Array, ...] = run(getattr(passes(), field), *operands, **static)
+    positions = _positions(p, axis_name, dout, theta, offset, positions)
+    *operands, mean = vary.unify(x, dout, theta, None, positions, *others)
+    if p.act == SOFTMAX_SEQUENCE and name != "theta" and mean is None:
+        (of_shard,) = run(op("mean", p), *operands, None, p=p)
+        mean = lax.psum(of_shard, axis_name)
+    results: tuple[jax.Array, ...] = run(op(name, p), *vary.unify(*operands, mean), p=p)
     return results
 
 
 def _positions(
+    p: Params,
     axis_name: shards.Names,
-    n: int,
+    x: jax.Array,
     theta: jax.Array,
     offset: jax.Array | None,
     positions: jax.Array | None,
-    *,
-    shape: tuple[int, ...] | None,
-    num_prefix_tokens: int,
-    per_batch: bool,
-    **_: Any,
 ) -> jax.Array:
-    """Of a shard's n tokens [(B,) N, K]: as given, or counted in the whole sequence."""
+    """Of the shard's tokens [(B,) N, K]: as given, or counted in the whole sequence."""
     if positions is not None:
         return positions
+    n = x.shape[p.tokens_axis]
     first = n * lax.axis_index(axis_name)
-    points = reference.grid(shape or (), num_prefix_tokens, first=first, n=n)
-    return reference.moved(points, offset, per_batch=per_batch).astype(theta.dtype)
+    return reference.counted(p, n, offset, first).astype(theta.dtype)
 
 
 def _joined(
