@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ops.core.fastmath import LOG2E, exp2, reciprocal
-from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
+from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, Softmax
 
 
 class Activation(NamedTuple):
@@ -21,14 +21,6 @@ class Activation(NamedTuple):
     reference: Callable[[jax.Array], jax.Array]  # the definition, in any dtype
     tile: Callable[[jax.Array], jax.Array]  # the same for a tile in a kernel
     pullback: Callable[[Any, jax.Array], jax.Array]  # (x, da) -> dx, for a tile
-
-
-class Softmax(NamedTuple):
-    """What tokens share in a softmax over the sequence: a = exp(x - pivot) * share, per feature."""
-
-    pivot: Any = None  # the maximum of x
-    share: Any = None  # the reciprocal of the sum of exp(x - pivot)
-    mean: Any = None  # the sum of a * da; only the backward pass has it
 
 
 def activate(act: str, x: jax.Array, softmax: Softmax) -> jax.Array:

@@ -162,7 +162,7 @@ def evaluate(
     four = whole if x.ndim == 4 else whole[:, :, None]
     operands: Any = vary.unify(four, theta, offset, positions, index)[:4]
     if params.implementation == "xla":
-        out = vjp.reference(params, *operands)
+        out = vjp.in_numpy(params, *operands)
     else:
         out = vjp.rotate(params, *forward_mode.refuse("lrpe_cosine", *operands))
     out = out.reshape(*x.shape[:-1], 2 * x.shape[-1])

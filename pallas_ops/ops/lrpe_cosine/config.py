@@ -1,7 +1,7 @@
-"""What is static in lrpe_cosine: launch choices, a call's arguments, and the plan of a launch."""
+"""What a call of lrpe_cosine has: static arguments, operands, launch choices, and their plan."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,35 @@ class Params:
     def tokens_axis(self) -> int:
         """The axis of tokens in x."""
         return 2 if self.heads_first else 1
+
+    @property
+    def caches_angles(self) -> bool:
+        return self.config is not None and self.config.cache_angles
+
+
+class Operands(NamedTuple):
+    """The operands of a pass, or their refs in its kernel. Absent ones are None.
+
+    In a kernel the axes of tokens and heads of x and dout are one axis of rows.
+    """
+
+    x: Any = None  # [B, N, H, D], or with heads first [B, H, N, D]
+    dout: Any = None  # [B, .., 2, D]
+    theta: Any = None  # [H, E] or [1, E]
+    offset: Any = None  # [B] or [1]
+    positions: Any = None  # [(B,) N, K]
+    cached: Any = None  # angles in turns [(B,) N, H, D], of one head if they share theta
+    pivot: Any = None  # [B, H, D], as share and mean: the fields of `Softmax`
+    share: Any = None
+    mean: Any = None
+
+
+class Softmax(NamedTuple):
+    """What tokens share in a softmax over the sequence: a = exp(x - pivot) * share, per feature."""
+
+    pivot: Any = None  # the maximum of x
+    share: Any = None  # the reciprocal of the sum of exp(x - pivot)
+    mean: Any = None  # the sum of a * da; only the backward pass has it
 
 
 class Sizes(NamedTuple):
@@ -175,11 +204,6 @@ class Plan:
         return min(self.c.num_parts, -(-self.blocks_n // WALK_TILES))
 
     @property
-    def masks_tokens(self) -> bool:
-        """Whether the last step of a walk extends beyond the sequence."""
-        return self.steps * self.step_tiles * self.c.block_n != self.s.n
-
-    @property
     def walks(self) -> bool:
         return self.c.variant == "block"
 
@@ -197,6 +221,11 @@ class Plan:
     def view(self, x: jax.Array) -> jax.Array:
         """x [B, .., .., D] or the output [B, .., .., 2, D], with one axis of rows."""
         return x.reshape(self.s.b, self.rows, *x.shape[3:])
+
+    def unview(self, x: jax.Array) -> jax.Array:
+        """The inverse of `view`."""
+        tokens = (self.s.h, self.s.n) if self.p.heads_first else (self.s.n, self.s.h)
+        return x.reshape(self.s.b, *tokens, *x.shape[2:])
 
 
 def plan_of(p: Params, x: jax.Array, width: int = 1) -> Plan:

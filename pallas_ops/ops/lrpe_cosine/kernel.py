@@ -6,7 +6,6 @@ several parts; XLA adds up the results of the parts. Once XLA has added up the s
 over the sequence, kernels that see one token at a time do the rest.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ from pallas_ops.ops.lrpe_cosine.angles import per_feature
 from pallas_ops.ops.lrpe_cosine.config import (
     SOFTMAX_SEQUENCE,
     STORING_WALK_TILES,
+    Operands,
     Params,
     Plan,
     choose,
@@ -31,118 +31,91 @@ from pallas_ops.ops.lrpe_cosine.config import (
     plan_of,
     storing_stages,
 )
-from pallas_ops.ops.lrpe_cosine.tiles import Operands
 
 
-def forward(
-    x: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-    pivot: jax.Array | None,
-    share: jax.Array | None,
-    *,
-    save: bool,
-    p: Params,
-) -> tuple[jax.Array, ...]:
+def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Array, ...]:
     """The output [B, .., 2, D]; to save, the softmax's pivot and share, and the cached angles.
 
-    The softmax's pivot and share are given if they are known.
+    The `Operands` have the softmax's pivot and share if they are known.
     """
-    plan = plan_of(p, x, theta.shape[1])
-    operands = Operands(theta=_spread(plan, theta), offset=offset, positions=positions)
-    cached = _angles(plan, operands) if plan.c.cache_angles else None
-    if pivot is None and _has_parts(plan):
-        pivot, total = softmax(x, p=p)
-        share = 1 / total
-    if pivot is not None:
+    o = Operands(*operands)
+    plan = plan_of(p, o.x, o.theta.shape[1])
+    o = o._replace(theta=_spread(plan, o.theta))
+    if p.caches_angles:
+        o = o._replace(cached=_angles(plan, o))
+    if o.pivot is None and _has_parts(plan):
+        pivot, total = softmax(o.x, p=p)
+        o = o._replace(pivot=pivot, share=1 / total)
+    if o.pivot is not None:
         plan = replace(plan, c=choose(plan.s))
-    operands = operands._replace(x=plan.view(x), cached=cached, pivot=pivot, share=share)
-    out = [_of_rows(plan, x.dtype, 2)]
+    out = [_of_rows(plan, o.x.dtype, 2)]
     if plan.walks and p.act == SOFTMAX_SEQUENCE:
         out += [_per_feature(plan)] * 2
-    result, *computed = _run(_kernels(plan).forward, plan, operands, out)
-    result = result.reshape(*x.shape[:3], 2, plan.s.d)
-    saved = (*computed, pivot, share, cached) if save else ()
-    return result, *(y for y in saved if y is not None)
+    result, *computed = _run(_kernels(plan).forward, plan, _viewed(plan, o), out)
+    saved = (*computed, o.pivot, o.share, o.cached) if save else ()
+    return plan.unview(result), *(y for y in saved if y is not None)
 
 
-def softmax(x: jax.Array, *, p: Params) -> tuple[jax.Array, jax.Array]:
+def softmax(x: jax.Array, *_: None, p: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of the softmax over the sequence [B, H, D]."""
     plan = plan_of(p, x)
-    operands, out = Operands(plan.view(x)), [_per_feature(plan, plan.parts)] * 2
-    pivots, totals = _run(kernel_walk.softmax, plan, operands, out, "_softmax")
+    out = [_per_feature(plan, plan.parts)] * 2
+    pivots, totals = _run(kernel_walk.softmax, plan, Operands(plan.view(x)), out, "_softmax")
     pivot = pivots.max(axis=0, keepdims=True)
     return pivot[0], (totals * jnp.exp(pivots - pivot)).sum(axis=0)
 
 
-def mean(
-    x: jax.Array | None, dout: jax.Array, theta: jax.Array, *others: jax.Array | None, p: Params
-) -> tuple[jax.Array]:
-    """The sum of a * da over the sequence [B, H, D]; arguments as for `backward`."""
-    plan, operands = _plan_backward(p, x, dout, theta, *others)
+def mean(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
+    """The sum of a * da over the sequence [B, H, D]; operands as for `backward`."""
+    o = Operands(*operands)
+    plan = plan_of(p, o.dout, o.theta.shape[1])
     out = [_per_feature(plan, plan.parts)]
-    return (_run(kernel_walk.mean, plan, operands, out, "_mean")[0].sum(axis=0),)
+    return (_run(kernel_walk.mean, plan, _viewed(plan, o), out, "_mean")[0].sum(axis=0),)
 
 
-def backward(
-    x: jax.Array | None, dout: jax.Array, theta: jax.Array, *others: jax.Array | None, p: Params
-) -> tuple[jax.Array]:
-    """dx, from dout [B, .., 2, D]; x is given if there is an activation.
-
-    `others` are the `Operands` from offset to mean.
-    """
-    plan, operands = _plan_backward(p, x, dout, theta, *others)
-    operands = operands._replace(theta=_spread(plan, theta))
-    if operands.mean is None and _has_parts(plan):
-        operands = operands._replace(mean=mean(x, dout, theta, *others, p=p)[0])
-    if operands.mean is not None:
+def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
+    """dx. The `Operands` have x if there is an activation, and a known mean of the softmax."""
+    o = Operands(*operands)
+    plan = plan_of(p, o.dout, o.theta.shape[1])
+    if o.mean is None and _has_parts(plan):
+        o = o._replace(mean=mean(*o, p=p)[0])
+    if o.mean is not None:
         plan = replace(plan, c=choose(plan.s))
     plan = replace(plan, walk_tiles=STORING_WALK_TILES)
-    out = [_of_rows(plan, dout.dtype)]
-    (dx,) = _run(_kernels(plan).backward, plan, operands, out, "_backward")
-    return (dx.reshape(*dout.shape[:3], plan.s.d),)
+    o, out = o._replace(theta=_spread(plan, o.theta)), [_of_rows(plan, o.dout.dtype)]
+    return (plan.unview(*_run(_kernels(plan).backward, plan, _viewed(plan, o), out, "_backward")),)
 
 
-def gradients(
-    x: jax.Array,
-    dout: jax.Array,
-    theta: jax.Array,
-    *others: jax.Array | None,
-    with_x: bool,
-    p: Params,
-) -> tuple[jax.Array, ...]:
-    """dx, if asked for, and the gradient of theta, in one pass; arguments as for `backward`."""
-    plan, operands = _plan_backward(p, x, dout, theta, *others)
+def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax.Array, ...]:
+    """dx, if asked for, and the gradient of theta, in one pass; operands as for `backward`."""
+    o = Operands(*operands)
+    plan = plan_of(p, o.dout, o.theta.shape[1])
     plan = replace(plan, c=choose_walk(plan.s, p.act, current()))
-    if with_x and operands.mean is None and _has_parts(plan):
-        operands = operands._replace(mean=mean(x, dout, theta, *others, p=p)[0])
-    stages = storing_stages(plan.c, dout.dtype.itemsize, current())
+    if with_x and o.mean is None and _has_parts(plan):
+        o = o._replace(mean=mean(*o, p=p)[0])
     plan = replace(
         plan,
-        c=replace(plan.c, num_stages=stages),
+        c=replace(plan.c, num_stages=storing_stages(plan.c, o.dout.dtype.itemsize, current())),
         precise=True,  # the gradient of theta is float32, whatever the dtype of x
         walk_tiles=STORING_WALK_TILES,
     )
-    moves, both = (with_x, True), (_of_rows(plan, dout.dtype), _per_feature(plan, plan.parts))
-    body, out = partial(kernel_walk.backward, moves=moves), [*itertools.compress(both, moves)]
-    *dx, sums = _run(body, plan, operands, out, "_gradients" if with_x else "_theta")
+    out = [_of_rows(plan, o.dout.dtype)] * with_x + [_per_feature(plan, plan.parts)]
+    body = partial(kernel_walk.backward, moves=(with_x, True))
+    name = "_gradients" if with_x else "_theta"
+    *dx, sums = _run(body, plan, _viewed(plan, o), out, name)
 
     def expand(theta: jax.Array) -> jax.Array:
         theta = jnp.broadcast_to(theta, (plan.s.h, plan.width))
         return per_feature(theta, p.num_axes, plan.s.d)
 
-    (dtheta,) = jax.linear_transpose(expand, theta)(sums.sum(axis=(0, 1)))
-    return *(y.reshape(x.shape) for y in dx), dtheta
+    (dtheta,) = jax.linear_transpose(expand, o.theta)(sums.sum(axis=(0, 1)))
+    return *map(plan.unview, dx), dtheta
 
 
-def _plan_backward(
-    p: Params, x: jax.Array | None, dout: jax.Array, theta: jax.Array, *others: jax.Array | None
-) -> tuple[Plan, Operands]:
-    """The plan and the operands of a backward launch, x and dout with one axis of rows."""
-    plan = plan_of(p, dout, theta.shape[1])
-    x = None if x is None else plan.view(x)
-    return plan, Operands(x, plan.view(dout), theta, *others)
+def _viewed(plan: Plan, o: Operands) -> Operands:
+    """The operands with one axis of rows in x and dout."""
+    x, dout = (None if y is None else plan.view(y) for y in o[:2])
+    return o._replace(x=x, dout=dout)
 
 
 def _run(
@@ -175,7 +148,8 @@ def _angles(plan: Plan, operands: Operands) -> jax.Array:
     heads = operands.theta.shape[0]
     out = jax.ShapeDtypeStruct((*batch, plan.s.n, heads, plan.s.d), jnp.float32)
     grid = (plan.blocks_n, plan.blocks_d, heads, *(batch or (1,)))
-    return _run(kernel_rows.angles, plan, operands, [out], "_angles", grid)[0]
+    own = Operands(theta=operands.theta, offset=operands.offset, positions=operands.positions)
+    return _run(kernel_rows.angles, plan, own, [out], "_angles", grid)[0]
 
 
 def _of_rows(plan: Plan, dtype: Any, *halves: int) -> jax.ShapeDtypeStruct:

@@ -7,11 +7,10 @@ takes about 13 instructions an element.
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.tiles import Ref
-from pallas_ops.ops.lrpe_cosine.activation import Softmax, activate, pull
-from pallas_ops.ops.lrpe_cosine.config import Plan
+from pallas_ops.ops.lrpe_cosine.activation import activate, pull
+from pallas_ops.ops.lrpe_cosine.config import Operands, Plan, Softmax
 from pallas_ops.ops.lrpe_cosine.tiles import (
     Angles,
-    Operands,
     Tile,
     load_softmax,
     rows_tile,

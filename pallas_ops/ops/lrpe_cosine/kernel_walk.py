@@ -17,11 +17,10 @@ from jax.experimental import pallas as pl
 from pallas_ops.core.fastmath import LOG2E, exp2, multiply_add
 from pallas_ops.core.tiles import Ref, split_evenly
 from pallas_ops.core.triton_ext import pipelined
-from pallas_ops.ops.lrpe_cosine.activation import Softmax, activate, pull
-from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_SEQUENCE, Plan
+from pallas_ops.ops.lrpe_cosine.activation import activate, pull
+from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_SEQUENCE, Operands, Plan, Softmax
 from pallas_ops.ops.lrpe_cosine.tiles import (
     Angles,
-    Operands,
     Tile,
     features,
     load_softmax,

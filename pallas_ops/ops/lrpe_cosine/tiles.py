@@ -5,7 +5,7 @@ or, with heads first, (head, token). The output is viewed as [B, rows, 2, D].
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +15,7 @@ from jax.experimental import pallas as pl
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, both, span
 from pallas_ops.ops.lrpe_cosine import angles
-from pallas_ops.ops.lrpe_cosine.activation import Softmax
-from pallas_ops.ops.lrpe_cosine.config import Plan
-
-
-class Operands(NamedTuple):
-    """The operands of a launch, or their refs in its kernel. Absent ones are None."""
-
-    x: Any = None  # [B, rows, D]
-    dout: Any = None  # [B, rows, 2, D]
-    theta: Any = None  # [H, E] or [1, E], or `spread_theta` of it
-    offset: Any = None  # [B] or [1]
-    positions: Any = None  # [(B,) N, K]
-    cached: Any = None  # angles in turns [(B,) N, H, D]
-    pivot: Any = None  # [B, H, D], as share and mean: the fields of `Softmax`
-    share: Any = None
-    mean: Any = None
+from pallas_ops.ops.lrpe_cosine.config import Operands, Plan, Softmax
 
 
 class Tile:
@@ -85,7 +70,7 @@ def features(plan: Plan, block_d: Any) -> jax.Array:
 
 
 def rows_tile(plan: Plan) -> Tile:
-    """The `block_n` adjacent rows of a program of `Plan.rows_grid`."""
+    """The `block_n` adjacent rows of a program that does not walk."""
     block, block_d, b = map(pl.program_id, range(3))
     row = block * plan.c.block_n + span(plan.c.block_n)
     inner = jnp.int32(plan.s.n if plan.p.heads_first else plan.s.h)
@@ -100,7 +85,8 @@ def tokens_tile(plan: Plan, b: Any, block: Any, head: Any, block_d: Any) -> Tile
     """`block_n` tokens of one head."""
     token = block * plan.c.block_n + span(plan.c.block_n)
     row = head * plan.s.n + token if plan.p.heads_first else token * plan.s.h + head
-    inside = token < plan.s.n if plan.masks_tokens else None
+    whole = plan.steps * plan.step_tiles * plan.c.block_n == plan.s.n
+    inside = None if whole else token < plan.s.n
     return Tile(plan, b, row, token, jnp.full_like(token, head), block_d, inside)
 
 

@@ -1,42 +1,134 @@
-"""How lrpe_cosine differentiates.
+"""How lrpe_cosine differentiates: the ops of its passes, what shards do in them, and the rules.
 
 theta is saved. x is saved for an activation, and for the gradients of theta and of positions. A
 softmax over the sequence also saves its pivot and share per feature, and `cache_angles` the angles,
 under a name by which `jax.checkpoint` can keep them. One pass over x makes the gradients of x and
 theta. With a given config, which applies to dx alone, there are two passes.
+
+A shard's positions are those of its tokens in the whole sequence. For a softmax over the sequence
+shards exchange a pivot and a total per feature, and backward the sum of a * da.
 """
 
+import functools
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_ops.core import partition
+from pallas_ops.core import partition, shards, vary
+from pallas_ops.core.dispatch import Op
 from pallas_ops.core.partition import TypeOf, reshard_like
-from pallas_ops.ops.lrpe_cosine import passes
-from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_SEQUENCE, Params
+from pallas_ops.ops.lrpe_cosine import kernel, reference
+from pallas_ops.ops.lrpe_cosine.config import (
+    SOFTMAX_FEATURES,
+    SOFTMAX_SEQUENCE,
+    Operands,
+    Params,
+)
 
 RESIDUALS = "pallas_ops.lrpe_cosine"
 
 
-def _run(p: Params, name: str, *operands: jax.Array | None, call: Any = None) -> tuple[Any, ...]:
-    """A pass, over the shards of `p.axis_name` if there are any; `call` runs it on one device."""
-    op = passes.op(name, p)
-    call = call or partial(partition.call, implementation=p.implementation)
-    run = partial(call, op)
-    if p.axis_name is not None and op.shards is not None:
-        run = partial(op.shards[1], call, p.axis_name)
-    results: tuple[jax.Array, ...] = run(*operands, p=p)
+@functools.lru_cache(maxsize=1024)
+def _op(
+    name: str, act: str, theta: str, heads_first: bool, per_batch: bool, caches_angles: bool
+) -> Op:
+    """The op of a pass, the same object for all calls with these axes, since it is a key of caches.
+
+    The passes are forward, saving, backward (dx), theta, gradients (both), softmax and mean.
+    """
+    tokens, batch = "h n" if heads_first else "n h", "b " if per_batch else ""
+    x, out, feature = f"b {tokens} d", f"b {tokens} two d", "b h d"
+    heads, width = theta.split()
+    cached = f"{batch}n {heads} d"
+    saved = [feature, feature] * (act == SOFTMAX_SEQUENCE) + [cached] * caches_angles
+    results = dict(
+        forward=[out],
+        saving=[out, *saved],
+        backward=[x],
+        theta=[theta],
+        gradients=[x, theta],
+        softmax=[feature, feature],
+        mean=[feature],
+    )[name]
+    function = {"saving": "forward", "theta": "gradients"}.get(name, name)
+    facts = dict(forward=dict(save=name == "saving"), gradients=dict(with_x=name == "gradients"))
+    own = facts.get(function, {})
+    unsharded = ["e", "k", "one", "two"]  # axes that every device needs in full
+    if act == SOFTMAX_FEATURES or width == "e":
+        unsharded.append("d")
+    if name in ("softmax", "mean"):
+        unsharded.append("n")
+    others = " ".join(axis for axis in "bnhd" if axis not in (heads, width))
+    return Op(
+        name="lrpe_cosine" if function == "forward" else f"lrpe_cosine_{name}",
+        kernel=partial(getattr(kernel, function), **own),
+        reference=partial(getattr(reference, function), **own),
+        operands=Operands(
+            x, out, theta, batch.strip() or "one", f"{batch}n k", cached, feature, feature, feature
+        ),
+        results=tuple(results),
+        unsharded=tuple(unsharded),
+        summed=tuple(others if result == theta else "" for result in results),
+        shards=None if "n" in unsharded else ("n", partial(_of_shard, name)),
+    )
+
+
+def _of_shard(
+    name: str, run: Any, axis_name: shards.Names, *operands: jax.Array | None, p: Params
+) -> tuple[jax.Array, ...]:
+    """A pass on a shard of the sequence."""
+    o = Operands(*operands)
+    if o.positions is None:
+        n = (o.dout if o.x is None else o.x).shape[p.tokens_axis]
+        positions = reference.counted(p, n, o.offset, n * lax.axis_index(axis_name))
+        o = o._replace(positions=positions.astype(o.theta.dtype), offset=None)
+    over_sequence = p.act == SOFTMAX_SEQUENCE
+    if over_sequence and o.pivot is None:
+        pivot, share = _joined(axis_name, *run(op("softmax", p), *Operands(o.x), p=p))
+        o = o._replace(pivot=pivot, share=share)
+    o = Operands(*vary.unify(*o))
+    if over_sequence and o.mean is None and name in ("backward", "gradients"):
+        (mean,) = run(op("mean", p), *o, p=p)
+        o = Operands(*vary.unify(*o._replace(mean=lax.psum(mean, axis_name))))
+    results: tuple[jax.Array, ...] = run(op(name, p), *o, p=p)
     return results
 
 
-def reference(p: Params, *operands: Any) -> jax.Array:
+def _joined(
+    axis_name: shards.Names, pivot: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The pivot and share of all shards."""
+    both = shards.gather(jnp.stack([pivot, total]), axis_name)
+    pivots, totals = both[:, 0], both[:, 1]
+    pivot = pivots.max(axis=0)
+    return pivot, 1 / (totals * jnp.exp(pivots - pivot[None])).sum(axis=0)
+
+
+def op(name: str, p: Params) -> Op:
+    """`_op` of a call."""
+    return _op(name, p.act, p.theta, p.heads_first, p.per_batch, p.caches_angles)
+
+
+def _run(p: Params, name: str, o: Operands, call: Any = None) -> tuple[Any, ...]:
+    """A pass, over the shards of `p.axis_name` if there are any; `call` runs it on one device."""
+    call = call or partial(partition.call, implementation=p.implementation)
+    run = partial(call, op(name, p))
+    if p.axis_name is not None:
+        run = partial(_of_shard, name, call, p.axis_name)
+    results: tuple[jax.Array, ...] = run(*o, p=p)
+    return results
+
+
+def in_numpy(p: Params, *operands: Any) -> jax.Array:
     """`rotate` in jax.numpy, differentiated by JAX."""
     call = lambda op, *operands, p: op.reference(*operands, p=p)  # noqa: E731
-    (out,) = _run(p, "forward", *operands, None, None, call=call)
+    x, *where = operands
+    (out,) = _run(p, "forward", Operands(x, None, *where), call)
     return out  # type: ignore[no-any-return]
 
 
@@ -49,19 +141,18 @@ def rotate(
     positions: jax.Array | None,
 ) -> jax.Array:
     """The output [B, .., 2, D] of x [B, N, H, D] or [B, H, N, D] and theta [H, E] or [1, E]."""
-    (out,) = _run(p, "forward", x, theta, offset, positions, None, None)
+    (out,) = _run(p, "forward", Operands(x, None, theta, offset, positions))
     return out  # type: ignore[no-any-return]
 
 
 def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
     operands: list[Any] = [None if y is None else y.value for y in primals]
-    x, *where = operands
     moves = [y is not None and y.perturbed for y in primals]  # which operands need a gradient
-    x_moves, theta_moves, _, positions_move = moves
-    out, *saved = _run(p, "saving", x, *where, None, None)
+    (x, *where), (x_moves, theta_moves, _, positions_move) = operands, moves
+    out, *saved = _run(p, "saving", Operands(x, None, *where))
     named = [checkpoint_name(y, RESIDUALS) for y in saved]
     softmax = named[:2] if p.act == SOFTMAX_SEQUENCE else [None, None]  # pivot and share
-    cached = named[-1] if p.config is not None and p.config.cache_angles else None
+    cached = named[-1] if p.caches_angles else None
     needs_x = (p.act != "none" and x_moves) or theta_moves or positions_move
     kept = x if needs_x else jnp.zeros(0, x.dtype)
     # The shape of a residual records which operands move. The tree of the residuals must not depend
@@ -70,21 +161,22 @@ def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
     return out, (TypeOf(x), kept, where, cached, softmax, moving)
 
 
-def _backward(p: Params, saved, dout):  # type: ignore[no-untyped-def]
-    of_x, x, where, cached, softmax, moving = saved
+def _backward(p: Params, saved: Any, dout: Any):  # type: ignore[no-untyped-def]
+    of_x, x, where, cached, (pivot, share), moving = saved
     x_moves, theta_moves, _, positions_move = moving.shape[1:]
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
+    o = Operands(x, dout, *where)._replace(pivot=pivot, share=share)
     dx = dtheta = dpositions = None
     if x_moves and theta_moves and p.config is None:
-        dx, dtheta = _run(p, "gradients", x, dout, *where, None, *softmax, None)
+        dx, dtheta = _run(p, "gradients", o)
     elif x_moves:
         activated = None if p.act == "none" else x
-        (dx,) = _run(p, "backward", activated, dout, *where, cached, *softmax, None)
+        (dx,) = _run(p, "backward", o._replace(x=activated, cached=cached))
     if theta_moves and dtheta is None:
-        (dtheta,) = _run(p, "theta", x, dout, *where, None, *softmax, None)
+        (dtheta,) = _run(p, "theta", o)
     if positions_move:
-        out, pull = jax.vjp(partial(reference, p, x, *where[:2]), where[2])
+        out, pull = jax.vjp(partial(in_numpy, p, x, *where[:2]), where[2])
         (dpositions,) = pull(*reshard_like((dout,), (out,)))
     return reshard_like((dx, dtheta, None, dpositions), (of_x, *where))
 
