@@ -52,16 +52,8 @@ def _differentiable(bound: Bound) -> Callable[..., Any]:
     def forward(*xs: jax.Array) -> tuple[Any, Arrays]:
         return run(*xs), xs
 
-    def backward(xs: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
-        smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
-
-        def of_smooth(*ys: jax.Array) -> tuple[jax.Array, ...]:
-            it = iter(ys)
-            return bound.reference(*(next(it) if s else x for x, s in zip(xs, smooth, strict=True)))
-
-        pullback = jax.vjp(of_smooth, *(x for x, s in zip(xs, smooth, strict=True) if s))[1]
-        grads = iter(pullback(tuple(cotangents)))
-        return tuple(next(grads) if s else None for s in smooth)
+    def backward(xs: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
+        return tuple(jax.vjp(bound.reference, *xs)[1](tuple(cotangents)))
 
     run.defvjp(forward, backward)
     return run
@@ -198,12 +190,7 @@ def _on_shard(bound: Bound, split: Mapping[str, Axes]) -> Callable[..., Arrays]:
     axis, of_shard = bound.op.shards
     run = partial(_run_alone, implementation=bound.implementation)
 
-    def call(*xs: jax.Array) -> Arrays:
-        return of_shard(run, split[axis], *bound.fill(xs), **dict(bound.static))
-
-    for batched in bound.levels:
-        call = jax.vmap(call, in_axes=[0 if b else None for b in batched])
-    return call
+    return bound.mapped(partial(of_shard, run, split[axis]))
 
 
 def _run_alone(

@@ -24,6 +24,24 @@ INVERSE_TURN = 1 / (2 * math.pi)
 ROUNDER, LARGE_ROUNDER = 1.5 * 2**23, 1.25 * 2**24
 
 
+def indices(
+    token: jax.Array, shape: tuple[int, ...], num_prefix_tokens: int, offset: jax.Array | None
+) -> list[jax.Array]:
+    """The row-major index of each token in the grid, per axis: 0 for prefix tokens.
+
+    The first one is moved by the offset.
+    """
+    rest, found = token - num_prefix_tokens, list[jax.Array]()
+    for size in reversed(shape[1:]):
+        count = jnp.int32(size or 1)  # a grid without points may have prefix tokens
+        found.insert(0, lax.rem(rest, count))
+        rest = lax.div(rest, count)
+    found.insert(0, rest if offset is None else rest + offset)
+    if num_prefix_tokens == 0:
+        return found
+    return [jnp.where(token < num_prefix_tokens, 0, index) for index in found]
+
+
 def per_feature(theta: jax.Array, num_axes: int, d: int) -> jax.Array:
     """theta [H, E] with one column per feature [H, D]: feature d has column d % E.
 

@@ -98,6 +98,11 @@ class Operands(NamedTuple):
     share: Any = None
     mean: Any = None
 
+    @property
+    def sized(self) -> Any:
+        """The array that gives the sizes, which x and dout have alike."""
+        return self.dout if self.x is None else self.x
+
 
 class Softmax(NamedTuple):
     """What tokens share in a softmax over the sequence: a = exp(x - pivot) * share, per feature."""
@@ -228,19 +233,14 @@ class Plan:
         return x.reshape(self.s.b, *tokens, *x.shape[2:])
 
 
-def plan_of(p: Params, x: jax.Array, width: int = 1) -> Plan:
-    """The plan for x or for the gradient of the output."""
-    b, n, h = (x.shape[i] for i in (0, p.tokens_axis, 3 - p.tokens_axis))
-    s = Sizes(b, n, h, x.shape[-1])
+def plan_of(p: Params, o: Operands) -> Plan:
+    """The plan of a launch for these operands, by default of a walk only for a softmax."""
+    b, n, h = (o.sized.shape[i] for i in (0, p.tokens_axis, 3 - p.tokens_axis))
+    s, c = Sizes(b, n, h, o.sized.shape[-1]), p.config
+    width = 1 if o.theta is None else o.theta.shape[1]
     unaligned = p.num_axes > 1 and width % 4 > 0
-    c = p.config
     if c is None and p.act == SOFTMAX_SEQUENCE:
         c = choose_walk(s, p.act, current())
-    return Plan(
-        p=p,
-        s=s,
-        c=c or choose(s, unaligned=unaligned),
-        width=width,
-        unaligned=unaligned,
-        precise=x.dtype == jnp.float32,
-    )
+    c = c or choose(s, unaligned=unaligned)
+    precise = o.sized.dtype == jnp.float32
+    return Plan(p=p, s=s, c=c, width=width, unaligned=unaligned, precise=precise)

@@ -39,7 +39,7 @@ def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Arr
     The `Operands` have the softmax's pivot and share if they are known.
     """
     o = Operands(*operands)
-    plan = plan_of(p, o.x, o.theta.shape[1])
+    plan = plan_of(p, o)
     o = o._replace(theta=_spread(plan, o.theta))
     if p.caches_angles:
         o = o._replace(cached=_angles(plan, o))
@@ -51,16 +51,16 @@ def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Arr
     out = [_of_rows(plan, o.x.dtype, 2)]
     if plan.walks and p.act == SOFTMAX_SEQUENCE:
         out += [_per_feature(plan)] * 2
-    result, *computed = _run(_kernels(plan).forward, plan, _viewed(plan, o), out)
+    result, *computed = _run(_kernels(plan).forward, plan, o, out)
     saved = (*computed, o.pivot, o.share, o.cached) if save else ()
     return plan.unview(result), *(y for y in saved if y is not None)
 
 
 def softmax(x: jax.Array, *_: None, p: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of the softmax over the sequence [B, H, D]."""
-    plan = plan_of(p, x)
+    plan = plan_of(p, Operands(x))
     out = [_per_feature(plan, plan.parts)] * 2
-    pivots, totals = _run(kernel_walk.softmax, plan, Operands(plan.view(x)), out, "_softmax")
+    pivots, totals = _run(kernel_walk.softmax, plan, Operands(x), out, "_softmax")
     pivot = pivots.max(axis=0, keepdims=True)
     return pivot[0], (totals * jnp.exp(pivots - pivot)).sum(axis=0)
 
@@ -68,28 +68,28 @@ def softmax(x: jax.Array, *_: None, p: Params) -> tuple[jax.Array, jax.Array]:
 def mean(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
     """The sum of a * da over the sequence [B, H, D]; operands as for `backward`."""
     o = Operands(*operands)
-    plan = plan_of(p, o.dout, o.theta.shape[1])
+    plan = plan_of(p, o)
     out = [_per_feature(plan, plan.parts)]
-    return (_run(kernel_walk.mean, plan, _viewed(plan, o), out, "_mean")[0].sum(axis=0),)
+    return (_run(kernel_walk.mean, plan, o, out, "_mean")[0].sum(axis=0),)
 
 
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
     """dx. The `Operands` have x if there is an activation, and a known mean of the softmax."""
     o = Operands(*operands)
-    plan = plan_of(p, o.dout, o.theta.shape[1])
+    plan = plan_of(p, o)
     if o.mean is None and _has_parts(plan):
         o = o._replace(mean=mean(*o, p=p)[0])
     if o.mean is not None:
         plan = replace(plan, c=choose(plan.s))
     plan = replace(plan, walk_tiles=STORING_WALK_TILES)
     o, out = o._replace(theta=_spread(plan, o.theta)), [_of_rows(plan, o.dout.dtype)]
-    return (plan.unview(*_run(_kernels(plan).backward, plan, _viewed(plan, o), out, "_backward")),)
+    return (plan.unview(*_run(_kernels(plan).backward, plan, o, out, "_backward")),)
 
 
 def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax.Array, ...]:
     """dx, if asked for, and the gradient of theta, in one pass; operands as for `backward`."""
     o = Operands(*operands)
-    plan = plan_of(p, o.dout, o.theta.shape[1])
+    plan = plan_of(p, o)
     plan = replace(plan, c=choose_walk(plan.s, p.act, current()))
     if with_x and o.mean is None and _has_parts(plan):
         o = o._replace(mean=mean(*o, p=p)[0])
@@ -102,7 +102,7 @@ def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax
     out = [_of_rows(plan, o.dout.dtype)] * with_x + [_per_feature(plan, plan.parts)]
     body = partial(kernel_walk.backward, moves=(with_x, True))
     name = "_gradients" if with_x else "_theta"
-    *dx, sums = _run(body, plan, _viewed(plan, o), out, name)
+    *dx, sums = _run(body, plan, o, out, name)
 
     def expand(theta: jax.Array) -> jax.Array:
         theta = jnp.broadcast_to(theta, (plan.s.h, plan.width))
@@ -110,12 +110,6 @@ def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax
 
     (dtheta,) = jax.linear_transpose(expand, o.theta)(sums.sum(axis=(0, 1)))
     return *map(plan.unview, dx), dtheta
-
-
-def _viewed(plan: Plan, o: Operands) -> Operands:
-    """The operands with one axis of rows in x and dout."""
-    x, dout = (None if y is None else plan.view(y) for y in o[:2])
-    return o._replace(x=x, dout=dout)
 
 
 def _run(
@@ -126,7 +120,11 @@ def _run(
     name: str = "",
     grid: tuple[int, ...] | None = None,
 ) -> list[jax.Array]:
-    """Launches `body(operands, *results, plan=plan)` on refs; each program sees whole arrays."""
+    """Launches `body(operands, *results, plan=plan)` on refs; each program sees whole arrays.
+
+    x and dout have one axis of rows there.
+    """
+    x, dout, *others = operands
 
     def kernel(*refs: Ref | None) -> None:
         count = len(operands)
@@ -134,7 +132,8 @@ def _run(
 
     return launch(
         kernel,
-        *operands,
+        *(None if y is None else plan.view(y) for y in (x, dout)),
+        *others,
         name=f"lrpe_cosine{name}",
         grid=grid or plan.grid,
         out_shape=out,

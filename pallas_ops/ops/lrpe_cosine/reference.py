@@ -3,7 +3,7 @@
 Each pass takes `Operands` in their order. An output has an axis of cos and sin: [B, .., 2, D].
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +24,12 @@ Layout = Literal["BNHD", "BHND"]
 Act = Literal["none", "relu", "sigmoid", "silu", "softmax"]
 
 
-def counted(p: Params, n: int, offset: jax.Array | None, first: jax.Array | int = 0) -> jax.Array:
-    """The positions of n tokens [(B,) N, K], the first of which is number `first`.
-
-    They are row-major indices of a grid, 0 for prefix tokens; a line's are moved by the offset.
-    """
+def counted(p: Params, n: int, offset: Any, first: jax.Array | int = 0) -> jax.Array:
+    """The positions of n tokens [(B,) N, K], the first of which is number `first`."""
     token = first + jax.lax.iota(jnp.int32, n)
-    rest, indices = token - p.num_prefix_tokens, []
-    for size in reversed(p.shape[1:]):
-        indices.append(rest % jnp.maximum(size, 1))
-        rest = rest // jnp.maximum(size, 1)
-    points = jnp.stack([rest, *reversed(indices)], axis=-1)
-    points = jnp.where((token < p.num_prefix_tokens)[:, None], 0, points)
-    if offset is None:
-        return points
-    return points[None] + offset[:, None, None] if p.per_batch else points + offset[0]
+    if offset is not None and p.per_batch:
+        token, offset = token[None], offset[:, None]
+    return jnp.stack(angles.indices(token, p.shape, p.num_prefix_tokens, offset), axis=-1)
 
 
 def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
@@ -56,13 +47,12 @@ def _angles(p: Params, o: Operands) -> jax.Array:
 
     Feature d turns by the position on axis d // E times theta[h, d % E].
     """
-    x, positions = o.dout if o.x is None else o.x, o.positions
-    d, width = x.shape[-1], o.theta.shape[1]
+    d, positions = o.sized.shape[-1], o.positions
     if positions is None:
-        positions = counted(p, x.shape[p.tokens_axis], o.offset)
+        positions = counted(p, o.sized.shape[p.tokens_axis], o.offset)
     positions = positions.astype(o.theta.dtype)
     if p.num_axes > 1:
-        positions = jnp.repeat(positions, width, axis=-1)[..., :d]
+        positions = jnp.repeat(positions, o.theta.shape[1], axis=-1)[..., :d]
     positions, theta = positions[..., None, :], angles.per_feature(o.theta, p.num_axes, d)
     shape = jnp.broadcast_shapes(positions.shape, theta.shape)
     return angles.turns(jnp.broadcast_to(positions, shape), jnp.broadcast_to(theta, shape))

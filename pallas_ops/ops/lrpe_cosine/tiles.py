@@ -165,34 +165,22 @@ class Angles:
 
     def position(self, tile: Tile) -> jax.Array:
         """The position in float32 [rows, 1]; on a grid of several axes [rows, features]."""
-        given = self.refs.positions is not None
-        position, *others = self._given(tile) if given else self._counted(tile)
+        position, *others = self._positions(tile)
         for axis, other in enumerate(others, start=1):
             position = jnp.where(tile.feature >= axis * self.plan.width, other, position)
         return position
 
-    def _given(self, tile: Tile) -> list[jax.Array]:
-        """The given position of each token [rows, 1], per axis."""
-        inside = None if tile.mask is None else tile.token < self.plan.s.n
-        return [
-            load_at(self.refs.positions, (*self._batch(tile), tile.token, axis), inside)
-            for axis in range(self.plan.p.num_axes)
-        ]
-
-    def _counted(self, tile: Tile) -> list[jax.Array]:
-        """The row-major index of each token in the grid [rows, 1], per axis."""
-        prefix = self.plan.p.num_prefix_tokens
-        rest, per_axis = tile.token - prefix, []
-        for size in reversed(self.plan.p.shape[1:]):
-            count = jnp.int32(max(1, size))  # a grid without points may have prefix tokens
-            per_axis.append(lax.rem(rest, count))
-            rest = lax.div(rest, count)
-        if self.refs.offset is not None:
-            rest += self.refs.offset[tile.b if self.plan.p.per_batch else 0]
-        per_axis = [rest, *reversed(per_axis)]
-        if prefix:
-            per_axis = [jnp.where(tile.token < prefix, 0, position) for position in per_axis]
-        return [position.astype(jnp.float32) for position in per_axis]
+    def _positions(self, tile: Tile) -> list[jax.Array]:
+        """The position of each token in float32 [rows, 1], per axis."""
+        p, offset = self.plan.p, self.refs.offset
+        if self.refs.positions is not None:
+            inside = None if tile.mask is None else tile.token < self.plan.s.n
+            places = [(*self._batch(tile), tile.token, axis) for axis in range(p.num_axes)]
+            return [load_at(self.refs.positions, place, inside) for place in places]
+        if offset is not None:
+            offset = offset[tile.b if p.per_batch else 0]
+        counted = angles.indices(tile.token, p.shape, p.num_prefix_tokens, offset)
+        return [index.astype(jnp.float32) for index in counted]
 
     def _batch(self, tile: Tile) -> tuple[Any, ...]:
         """The index along the batch axis of positions and cached angles, if they have one."""

@@ -84,7 +84,7 @@ def _of_shard(
     """A pass on a shard of the sequence."""
     o = Operands(*operands)
     if o.positions is None:
-        n = (o.dout if o.x is None else o.x).shape[p.tokens_axis]
+        n = o.sized.shape[p.tokens_axis]
         positions = reference.counted(p, n, o.offset, n * lax.axis_index(axis_name))
         o = o._replace(positions=positions.astype(o.theta.dtype), offset=None)
     over_sequence = p.act == SOFTMAX_SEQUENCE
