@@ -191,7 +191,7 @@ class Axes:
 def launch_choices(
     config: Any, *, powers_of_two: Collection[str], least: Mapping[str, int] | None = None
 ) -> None:
-    """The ints among a config's fields are such as a launch can have; `least` if that is not 1."""
+    """Refuses ints of a config that no launch can have; `least` has lower limits other than 1."""
     for field in dataclasses.fields(config):
         name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
         low = (least or {}).get(field.name, 1)

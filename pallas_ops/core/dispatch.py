@@ -89,7 +89,7 @@ class Bound:
         return results
 
     def kernel(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
-        if not all(x.size for x in xs):  # vmapped over nothing
+        if not all(x.size for x in xs):  # a vmapped axis of size 0
             return self.reference(*xs)
         backend.require()
         call = self.called(self.op.kernel)
@@ -186,8 +186,8 @@ def _lower_elsewhere(*xs: jax.Array, bound: Bound) -> tuple[jax.Array, ...]:
 def _rule(run: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
     """Lowers `run` on arrays of plain types.
 
-    What varies over which mesh axes (`jax.shard_map`) is the primitive's own affair: the
-    interpreter of kernels mixes varying blocks with constants, which JAX would refuse.
+    What is lowered does not say what varies over which mesh axes (`jax.shard_map`): the interpreter
+    of kernels mixes varying blocks with constants, which JAX would refuse.
     """
     lower = mlir.lower_fun(run, multiple_results=True)
 

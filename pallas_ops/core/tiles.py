@@ -1,4 +1,4 @@
-"""Small words of kernels and their launchers."""
+"""Small functions that kernels and their launchers share."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ MOST_PARTS = 2**15
 
 
 def power_of_two(size: int) -> int:
-    """The least that holds `size`."""
+    """The least power of two that is not below `size`."""
     return 1 << max(0, size - 1).bit_length()
 
 
@@ -43,7 +43,7 @@ def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 
 def unstack(x: jax.Array) -> list[jax.Array]:
-    """x[..., k] for each k, of a power of two; free where a thread has them all."""
+    """x[..., k] for each k, of which there are a power of two; free where a thread has them all."""
     *shape, size = x.shape
     if size == 1:
         return [x.reshape(shape)]

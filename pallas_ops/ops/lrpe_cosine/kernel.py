@@ -9,7 +9,6 @@ over the sequence, kernels that see one token at a time do the rest.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -36,7 +35,7 @@ from pallas_ops.ops.lrpe_cosine.config import (
 def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Array, ...]:
     """The output [B, .., 2, D]; to save, the softmax's pivot and share, and the cached angles.
 
-    The `Operands` have the softmax's pivot and share if they are known.
+    The softmax's pivot and share are given if they are known.
     """
     o = Operands(*operands)
     plan = plan_of(p, o)
@@ -51,7 +50,8 @@ def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Arr
     out = [_of_rows(plan, o.x.dtype, 2)]
     if plan.walks and p.act == SOFTMAX_SEQUENCE:
         out += [_per_feature(plan)] * 2
-    result, *computed = _run(_kernels(plan).forward, plan, o, out)
+    body = kernel_walk.forward if plan.walks else kernel_rows.forward
+    result, *computed = _run(body, plan, o, out)
     saved = (*computed, o.pivot, o.share, o.cached) if save else ()
     return plan.unview(result), *(y for y in saved if y is not None)
 
@@ -74,7 +74,7 @@ def mean(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
 
 
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
-    """dx. The `Operands` have x if there is an activation, and a known mean of the softmax."""
+    """dx. x is given for an activation, and the softmax's mean if it is known."""
     o = Operands(*operands)
     plan = plan_of(p, o)
     if o.mean is None and _has_parts(plan):
@@ -83,7 +83,8 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
         plan = replace(plan, c=choose(plan.s))
     plan = replace(plan, walk_tiles=STORING_WALK_TILES)
     o, out = o._replace(theta=_spread(plan, o.theta)), [_of_rows(plan, o.dout.dtype)]
-    return (plan.unview(*_run(_kernels(plan).backward, plan, o, out, "_backward")),)
+    body = kernel_walk.backward if plan.walks else kernel_rows.backward
+    return (plan.unview(*_run(body, plan, o, out, "_backward")),)
 
 
 def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax.Array, ...]:
@@ -159,11 +160,6 @@ def _of_rows(plan: Plan, dtype: Any, *halves: int) -> jax.ShapeDtypeStruct:
 def _per_feature(plan: Plan, *parts: int) -> jax.ShapeDtypeStruct:
     """One value per feature [(parts,) B, H, D]."""
     return jax.ShapeDtypeStruct((*parts, plan.s.b, plan.s.h, plan.s.d), jnp.float32)
-
-
-def _kernels(plan: Plan) -> ModuleType:
-    """The module of the variant's kernels."""
-    return kernel_walk if plan.walks else kernel_rows
 
 
 def _has_parts(plan: Plan) -> bool:

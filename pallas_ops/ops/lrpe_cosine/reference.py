@@ -1,6 +1,7 @@
 """The definition of lrpe_cosine and md_lrpe_cosine in jax.numpy: the formula, and its gradients.
 
-Each pass takes `Operands` in their order. An output has an axis of cos and sin: [B, .., 2, D].
+Each pass takes the `Operands` in their order. An output has an axis of cos and sin:
+[B, .., 2, D].
 """
 
 from typing import Any, Literal
@@ -80,7 +81,7 @@ def _rotated(p: Params, o: Operands, x: jax.Array, turn: jax.Array) -> jax.Array
 def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Array, ...]:
     """The output; to save, the same residuals as the kernel's.
 
-    The `Operands` have a softmax's pivot and share if they are known.
+    A softmax's pivot and share are given if they are known.
     """
     o = Operands(*operands)
     turn = _angles(p, o)
@@ -109,7 +110,7 @@ def mean(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
 
 
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
-    """dx. The `Operands` have x if there is an activation, and a softmax's mean if it is known."""
+    """dx. x is given for an activation, and a softmax's mean if it is known."""
     o = Operands(*operands)
     x = jnp.zeros_like(o.dout[:, :, :, 0]) if o.x is None else o.x
     dx = _pulled(p, o, x)

@@ -111,15 +111,6 @@ def params(
         )
     kind = _act(act, axis, len(x.shape), layout)
     sizes = axes.sizes | {"E": theta.shape[1]}
-    implementation = implementations.kernel_or_reference(implementation, x.dtype, sizes)
-    if implementation != "xla":  # all sizes are known
-        rows = n * sizes.get("H", 1)
-        if kind == SOFTMAX_FEATURES and d > WIDEST:
-            of = f"a softmax over {d} features"
-            implementation = implementations.reference_instead(implementation, of)
-        elif rows > implementations.LONGEST:
-            of = f"N * H = {rows} rows"
-            implementation = implementations.reference_instead(implementation, of)
     if config is not None:
         _check_config(config, kind, d)
     batch_offset = offset is not None and offset.shape != (1,)
@@ -133,9 +124,24 @@ def params(
         heads_first=layout == "BHND",
         per_batch=batch_offset or batch_positions,
         axis_name=axis_name,
-        implementation=implementation,
+        implementation=_implementation(implementation, x.dtype, sizes, kind),
         config=config,
     )
+
+
+def _implementation(
+    implementation: Implementation | None, dtype: Any, sizes: dict[str, int], act: str
+) -> Implementation | None:
+    """The reference where no kernel serves, else the implementation asked for."""
+    chosen = implementations.kernel_or_reference(implementation, dtype, sizes)
+    if chosen == "xla":
+        return chosen
+    rows = sizes["N"] * sizes.get("H", 1)
+    if act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
+        return implementations.reference_instead(chosen, f"a softmax over {sizes['D']} features")
+    if rows > implementations.LONGEST:
+        return implementations.reference_instead(chosen, f"N * H = {rows} rows")
+    return chosen
 
 
 def _check_positions(x: Struct, sizes: dict[str, int], num_axes: int, *, on_grid: bool) -> int:

@@ -33,18 +33,21 @@ from pallas_ops.ops.lrpe_cosine.config import (
 RESIDUALS = "pallas_ops.lrpe_cosine"
 
 
+def op(name: str, p: Params) -> Op:
+    """The op of a pass: forward, saving, backward (dx), theta, gradients, softmax or mean."""
+    return _op(name, p.act, p.theta, p.heads_first, p.per_batch, p.caches_angles)
+
+
 @functools.lru_cache(maxsize=1024)
 def _op(
     name: str, act: str, theta: str, heads_first: bool, per_batch: bool, caches_angles: bool
 ) -> Op:
-    """The op of a pass, the same object for all calls with these axes, since it is a key of caches.
-
-    The passes are forward, saving, backward (dx), theta, gradients (both), softmax and mean.
-    """
+    """`op`, the same object for all calls with these axes: caches tell an `Op` by its identity."""
     tokens, batch = "h n" if heads_first else "n h", "b " if per_batch else ""
     x, out, feature = f"b {tokens} d", f"b {tokens} two d", "b h d"
     heads, width = theta.split()
     cached = f"{batch}n {heads} d"
+    where = theta, batch.strip() or "one", f"{batch}n k"  # theta, offset, positions
     saved = [feature, feature] * (act == SOFTMAX_SEQUENCE) + [cached] * caches_angles
     results = dict(
         forward=[out],
@@ -55,9 +58,13 @@ def _op(
         softmax=[feature, feature],
         mean=[feature],
     )[name]
-    function = {"saving": "forward", "theta": "gradients"}.get(name, name)
-    facts = dict(forward=dict(save=name == "saving"), gradients=dict(with_x=name == "gradients"))
-    own = facts.get(function, {})
+    itself: tuple[str, dict[str, bool]] = (name, {})
+    function, options = dict(
+        forward=("forward", dict(save=False)),
+        saving=("forward", dict(save=True)),
+        theta=("gradients", dict(with_x=False)),
+        gradients=("gradients", dict(with_x=True)),
+    ).get(name, itself)
     unsharded = ["e", "k", "one", "two"]  # axes that every device needs in full
     if act == SOFTMAX_FEATURES or width == "e":
         unsharded.append("d")
@@ -66,11 +73,9 @@ def _op(
     others = " ".join(axis for axis in "bnhd" if axis not in (heads, width))
     return Op(
         name="lrpe_cosine" if function == "forward" else f"lrpe_cosine_{name}",
-        kernel=partial(getattr(kernel, function), **own),
-        reference=partial(getattr(reference, function), **own),
-        operands=Operands(
-            x, out, theta, batch.strip() or "one", f"{batch}n k", cached, feature, feature, feature
-        ),
+        kernel=partial(getattr(kernel, function), **options),
+        reference=partial(getattr(reference, function), **options),
+        operands=Operands(x, out, *where, cached, *[feature] * 3),
         results=tuple(results),
         unsharded=tuple(unsharded),
         summed=tuple(others if result == theta else "" for result in results),
@@ -107,11 +112,6 @@ def _joined(
     pivots, totals = both[:, 0], both[:, 1]
     pivot = pivots.max(axis=0)
     return pivot, 1 / (totals * jnp.exp(pivots - pivot[None])).sum(axis=0)
-
-
-def op(name: str, p: Params) -> Op:
-    """`_op` of a call."""
-    return _op(name, p.act, p.theta, p.heads_first, p.per_batch, p.caches_angles)
 
 
 def _run(p: Params, name: str, o: Operands, call: Any = None) -> tuple[Any, ...]:
