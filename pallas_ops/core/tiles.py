@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 Ref = Any
 MOST_PARTS = 2**15
@@ -14,11 +13,6 @@ MOST_PARTS = 2**15
 def power_of_two(size: int) -> int:
     """The least power of two that is not below `size`."""
     return 1 << max(0, size - 1).bit_length()
-
-
-def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    """All of an array, for every program."""
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
 
 def split_evenly(n: Any, parts: int, part: Any) -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ def op(name: str, p: Params) -> Op:
 def _op(
     name: str, act: str, theta: str, heads_first: bool, per_batch: bool, caches_angles: bool
 ) -> Op:
-    """`op`, the same object for all calls with these axes: caches tell an `Op` by its identity."""
+    """`op`, the same object for all calls with these axes: caches compare by identity."""
     tokens, batch = "h n" if heads_first else "n h", "b " if per_batch else ""
     x, out, feature = f"b {tokens} d", f"b {tokens} two d", "b h d"
     heads, width = theta.split()
