@@ -47,9 +47,9 @@ def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Arr
         o = o._replace(pivot=pivot, share=1 / total)
     if o.pivot is not None:
         plan = replace(plan, c=choose(plan.s))
-    out = [_of_rows(plan, o.x.dtype, 2)]
+    out = [_rows_struct(plan, o.x.dtype, 2)]
     if plan.walks and p.act == SOFTMAX_SEQUENCE:
-        out += [_per_feature(plan)] * 2
+        out += [_feature_struct(plan)] * 2
     body = kernel_walk.forward if plan.walks else kernel_rows.forward
     result, *computed = _run(body, plan, o, out)
     saved = (*computed, o.pivot, o.share, o.cached) if save else ()
@@ -59,7 +59,7 @@ def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Arr
 def softmax(x: jax.Array, *_: None, p: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of the softmax over the sequence [B, H, D]."""
     plan = plan_of(p, Operands(x))
-    out = [_per_feature(plan, plan.parts)] * 2
+    out = [_feature_struct(plan, plan.parts)] * 2
     pivots, totals = _run(kernel_walk.softmax, plan, Operands(x), out, "_softmax")
     pivot = pivots.max(axis=0, keepdims=True)
     return pivot[0], (totals * jnp.exp(pivots - pivot)).sum(axis=0)
@@ -69,7 +69,7 @@ def mean(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
     """The sum of a * da over the sequence [B, H, D]; operands as for `backward`."""
     o = Operands(*operands)
     plan = plan_of(p, o)
-    out = [_per_feature(plan, plan.parts)]
+    out = [_feature_struct(plan, plan.parts)]
     return (_run(kernel_walk.mean, plan, o, out, "_mean")[0].sum(axis=0),)
 
 
@@ -82,7 +82,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
     if o.mean is not None:
         plan = replace(plan, c=choose(plan.s))
     plan = replace(plan, walk_tiles=STORING_WALK_TILES)
-    o, out = o._replace(theta=_spread(plan, o.theta)), [_of_rows(plan, o.dout.dtype)]
+    o, out = o._replace(theta=_spread(plan, o.theta)), [_rows_struct(plan, o.dout.dtype)]
     body = kernel_walk.backward if plan.walks else kernel_rows.backward
     return (plan.unview(*_run(body, plan, o, out, "_backward")),)
 
@@ -100,7 +100,7 @@ def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax
         precise=True,  # the gradient of theta is float32, whatever the dtype of x
         walk_tiles=STORING_WALK_TILES,
     )
-    out = [_of_rows(plan, o.dout.dtype)] * with_x + [_per_feature(plan, plan.parts)]
+    out = [_rows_struct(plan, o.dout.dtype)] * with_x + [_feature_struct(plan, plan.parts)]
     body = partial(kernel_walk.backward, moves=(with_x, True))
     name = "_gradients" if with_x else "_theta"
     *dx, sums = _run(body, plan, o, out, name)
@@ -152,12 +152,12 @@ def _angles(plan: Plan, operands: Operands) -> jax.Array:
     return _run(kernel_rows.angles, plan, own, [out], "_angles", grid)[0]
 
 
-def _of_rows(plan: Plan, dtype: Any, *halves: int) -> jax.ShapeDtypeStruct:
+def _rows_struct(plan: Plan, dtype: Any, *halves: int) -> jax.ShapeDtypeStruct:
     """dx [B, rows, D], or the output [B, rows, 2, D]."""
     return jax.ShapeDtypeStruct((plan.s.b, plan.rows, *halves, plan.s.d), dtype)
 
 
-def _per_feature(plan: Plan, *parts: int) -> jax.ShapeDtypeStruct:
+def _feature_struct(plan: Plan, *parts: int) -> jax.ShapeDtypeStruct:
     """One value per feature [(parts,) B, H, D]."""
     return jax.ShapeDtypeStruct((*parts, plan.s.b, plan.s.h, plan.s.d), jnp.float32)
 
