@@ -50,7 +50,7 @@ class Walk:
         return Angles(self.plan, self.refs).with_frequency(self.tile(0))
 
     def given(self) -> Softmax:
-        """What the operands say of a softmax over the sequence."""
+        """The values that the operands have for a softmax over the sequence."""
         return load_softmax(self.refs, (self.b, self.head, self.feature), self.inside)
 
     def fold(self, step: Callable[[list[Tile], Any], Any], carry: Any) -> Any:

@@ -114,7 +114,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
     o = Operands(*operands)
     x = jnp.zeros_like(o.dout[:, :, :, 0]) if o.x is None else o.x
     dx = _pulled(p, o, x)
-    if p.act == SOFTMAX_SEQUENCE:  # until here dx is a * da
+    if o.pivot is not None:  # until here dx is a * da
         mean = dx.sum(axis=p.tokens_axis) if o.mean is None else o.mean
         dx -= _activated(p, x.astype(dx.dtype), o) * jnp.expand_dims(mean, p.tokens_axis)
     return (dx.astype(x.dtype),)
