@@ -89,8 +89,8 @@ def lrpe_cosine(
     axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.lrpe_cosine` in jax.numpy."""
-    op = _lrpe_cosine
-    return op.evaluate(*op.prepare(x, theta, offset, positions, axis_name, act, axis, layout))
+    op, options = _lrpe_cosine, (positions, act, axis, layout)
+    return op.evaluate(*op.prepare(x, theta, *options, offset=offset, axis_name=axis_name))
 
 
 def md_lrpe_cosine(
@@ -105,8 +105,8 @@ def md_lrpe_cosine(
     layout: Layout = "BNHD",
 ) -> jax.Array:
     """`pallas_ops.md_lrpe_cosine` in jax.numpy."""
-    op, grid = _lrpe_cosine, (shape, num_prefix_tokens)
-    return op.evaluate(*op.prepare_md(x, theta, grid, positions, act, axis, layout))
+    op, options = _lrpe_cosine, (positions, act, axis, layout)
+    return op.evaluate(*op.prepare(x, theta, *options, grid=(shape, num_prefix_tokens)))
 
 
 def tpa_decode(

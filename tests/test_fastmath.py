@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_ops.core import fastmath, launch
-from pallas_ops.ops.lrpe_cosine import phase, trigonometry
+from pallas_ops.ops.lrpe_cosine import angles as lrpe_angles
 from tests import h200
 from tests.support import EPS32, kernel_implementation, to_float64
 
@@ -99,15 +99,15 @@ def test_angles_are_right_at_any_position(rng: Rng) -> None:
     position, theta, angle = angles(rng)
 
     def sincos(which: int, position: jax.Array, theta: jax.Array) -> jax.Array:
-        turn = trigonometry.remainder(position, *trigonometry.frequency(theta))
-        return trigonometry.sincos(turn)[which]
+        turn = lrpe_angles.remainder(position, *lrpe_angles.frequency(theta))
+        return lrpe_angles.sincos(turn)[which]
 
     for which, want in enumerate((np.sin(angle), np.cos(angle))):
         got = run(partial(sincos, which), position, theta)
         np.testing.assert_allclose(got, want, rtol=0, atol=4e-6)
 
 
-@pytest.mark.parametrize("sincos", [trigonometry.sincos, trigonometry.precise_sincos])
+@pytest.mark.parametrize("sincos", [lrpe_angles.sincos, lrpe_angles.precise_sincos])
 def test_the_instructions_for_angles_are_right(
     rng: Rng, monkeypatch: pytest.MonkeyPatch, sincos: Any
 ) -> None:
@@ -120,12 +120,10 @@ def test_the_instructions_for_angles_are_right(
         of["fma"] = lambda x, y, z: x * y + z
         return jnp.asarray(of[kind](*wide).astype(np.float32))
 
-    for module in (fastmath, trigonometry):
+    for module in (fastmath, lrpe_angles):
         monkeypatch.setattr(module, "ptx", emulated)
     position, theta, angle = angles(rng)
-    turn = trigonometry.remainder(
-        jnp.asarray(position), *trigonometry.frequency(jnp.asarray(theta))
-    )
+    turn = lrpe_angles.remainder(jnp.asarray(position), *lrpe_angles.frequency(jnp.asarray(theta)))
     assert jnp.abs(turn).max() <= 2
     assert jnp.abs(turn[np.abs(angle) < 2 * np.pi * 1000]).max() <= 1
     for got, want in zip(sincos(turn), (np.sin(angle), np.cos(angle)), strict=True):
@@ -136,7 +134,7 @@ def test_precise_sincos(rng: Rng) -> None:
     turn = rng.uniform(-2, 2, 1024).astype(np.float32)
     angle = 2 * np.pi * turn.astype(np.float64)
     for which, want in enumerate((np.sin(angle), np.cos(angle))):
-        got = run(lambda turn, which=which: trigonometry.precise_sincos(turn)[which], turn)
+        got = run(lambda turn, which=which: lrpe_angles.precise_sincos(turn)[which], turn)
         np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-23)
 
 
@@ -144,14 +142,14 @@ def test_precise_sincos(rng: Rng) -> None:
 def test_turns_lose_nothing_to_fusion(rng: Rng, jit: bool) -> None:
     """XLA for CPUs fuses products with sums where it compiles several operations at once."""
     position, theta, angle = angles(rng)
-    turns = jax.jit(phase.turns) if jit else phase.turns
+    turns = jax.jit(lrpe_angles.turns) if jit else lrpe_angles.turns
     off = to_float64(turns(jnp.asarray(position), jnp.asarray(theta))) - angle / (2 * np.pi)
     assert np.abs(off - np.round(off)).max() < 2.0**-21
 
 
 def test_turns_have_a_gradient(rng: Rng) -> None:
     position, theta = (jnp.asarray(x) for x in rng.standard_normal((2, 8)).astype(np.float32))
-    tangents = jax.jvp(phase.turns, (position, theta), (theta, position))[1]
+    tangents = jax.jvp(lrpe_angles.turns, (position, theta), (theta, position))[1]
     np.testing.assert_allclose(2 * np.pi * tangents, theta**2 + position**2, rtol=1e-6)
 
 
@@ -188,8 +186,8 @@ def test_rounding_by_a_sum_is_left_alone() -> None:
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
 
     def turns(x: jax.Array) -> jax.Array:
-        return trigonometry.remainder(x, x, x)
+        return lrpe_angles.remainder(x, x, x)
 
-    for fn in (turns, lambda x: trigonometry.precise_sincos(x)[0]):
+    for fn in (turns, lambda x: lrpe_angles.precise_sincos(x)[0]):
         program = h200.compile_for_h200(partial(mapped, fn), x)
         assert len(re.findall(r"(add|sub)\.(rn\.)?f32", program.ptx[0])) == 32

@@ -12,6 +12,7 @@ from pallas_ops import LrpeCosineConfig
 from pallas_ops.core import launch
 from pallas_ops.core.tiles import MOST_PARTS, split_evenly
 from pallas_ops.ops.lrpe_cosine import activation
+from pallas_ops.ops.lrpe_cosine.config import Softmax
 from pallas_ops.ops.lrpe_cosine.reference import Act
 from tests.support import assert_close, random_array
 
@@ -161,17 +162,17 @@ def test_empty_arrays(shape: tuple[int, ...]) -> None:
 def test_activations_are_those_of_one_table(rng: np.random.Generator) -> None:
     """A name without an entry is an error, and each derivative is that of its function."""
     assert get_args(Act) == (*activation.ACTIVATIONS, "softmax")
-    x, da, column = random_array(rng, (4, 8)), random_array(rng, (4, 8)), activation.Column()
+    x, da, softmax = random_array(rng, (4, 8)), random_array(rng, (4, 8)), Softmax()
     with launch.interpreted(True):
         for name, entry in activation.ACTIVATIONS.items():
             want, pull = jax.vjp(entry.reference, x)
-            assert_close(activation.activate(name, x, column), want)
-            assert_close(activation.pull(name, x, da, column), pull(da)[0])
+            assert_close(activation.activate(name, x, softmax), want)
+            assert_close(activation.pull(name, x, da, softmax), pull(da)[0])
         for unknown in ("gelu", "softmax"):
             with pytest.raises(KeyError, match=unknown):
-                activation.activate(unknown, x, column)
+                activation.activate(unknown, x, softmax)
             with pytest.raises(KeyError, match=unknown):
-                activation.pull(unknown, x, da, column)
+                activation.pull(unknown, x, da, softmax)
 
 
 @pytest.mark.parametrize("n", [1, 7, 525_000, 2**31 - 2, 2**31 - 1])

@@ -12,8 +12,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops import LrpeCosineConfig
-from pallas_ops.ops.lrpe_cosine import tiles
-from pallas_ops.ops.lrpe_cosine.reference import grid
+from pallas_ops.ops.lrpe_cosine import config as launch_config
 from tests.support import (
     assert_as_good_as_reference,
     assert_close,
@@ -28,6 +27,7 @@ from tests.support import (
 
 KERNEL = kernel_implementation()
 Rng = np.random.Generator
+GRID = jnp.stack(jnp.unravel_index(jnp.arange(15), (3, 5)), axis=-1)  # the indices of its points
 
 GRIDS = [
     case(shape=(7,), width=10),
@@ -114,7 +114,7 @@ def test_kernels_are_as_good_as_the_reference(
     By default the gradients are one pass.
     """
     if spread:
-        monkeypatch.setattr(tiles, "SPREAD_ELEMENTS", 0)
+        monkeypatch.setattr(launch_config, "SPREAD_ELEMENTS", 0)
     sequence = settings.get("axis") == 1
     launch: Any = dict(variant="block", block_n=16) if sequence else dict(block_n=4)
     config = None if cache is None else LrpeCosineConfig(block_d=16, cache_angles=cache, **launch)
@@ -139,14 +139,14 @@ def test_prefix_tokens_do_not_turn(rng: Rng) -> None:
     out = kernel(**options)(x, theta)
     assert_close(out[:, :2, :, :10], jax.nn.silu(x[:, :2]))
     assert (out[:, :2, :, 10:] == 0).all()
-    positions = grid((3, 5), 2) + 1  # the prefix's count as 0
+    positions = jnp.pad(GRID, ((2, 0), (0, 0))) + 1  # the prefix's count as 0
     moved = kernel(positions=positions, **options)(x, theta)
     assert_close(moved[:, :2], out[:, :2])
 
 
 def test_given_positions_are_the_grid(rng: Rng) -> None:
     xs, options = inputs(rng, shape=(3, 5), width=5)
-    positions = grid((3, 5), 0)
+    positions = GRID
     want = kernel(**options)(*xs)
     each = jnp.stack([positions, positions]).astype(jnp.float32)
     for given, shape in ((positions, None), (each, (3, 5))):
@@ -157,7 +157,7 @@ def test_a_permuted_grid_permutes(rng: Rng) -> None:
     """Tokens may come in any order, if each brings its position."""
     (x, theta), options = inputs(rng, shape=(3, 5), width=5)
     order = jnp.asarray(rng.permutation(15))
-    positions = grid((3, 5), 0)[order]
+    positions = GRID[order]
     got = kernel(positions=positions, shape=None)(x[:, order], theta)
     assert_close(got, kernel(**options)(x, theta)[:, order])
 

@@ -1,5 +1,6 @@
 """What kernels compute of indices, in int32, beside exact integers, up to the largest sizes."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -116,21 +117,23 @@ def test_rotations(
 ) -> None:
     s = lrpe_config.Sizes(b=b, n=n, h=h, d=d)
     walk = lrpe_config.choose_walk(s, "none", H200)
+    p = lrpe_config.Params(
+        act="none",
+        theta="h d",
+        shape=(),
+        num_axes=1,
+        num_prefix_tokens=0,
+        heads_first=heads_first,
+        per_batch=False,
+        axis_name=None,
+        implementation=None,
+        config=None,
+    )
     for c in (lrpe_config.choose(s), walk):
-        plan: Any = lrpe_config.Plan(
-            s=s,
-            c=c,
-            act="none",
-            precise=False,
-            shape=None,
-            num_prefix_tokens=0,
-            heads_first=heads_first,
-            per_batch=False,
-            num_axes=1,
-            width=d,
-        )
+        plan: Any = lrpe_config.Plan(p=p, s=s, c=c, width=d, unaligned=False, precise=False)
         block = np.arange(c.block_n, dtype=object)[:, None]
-        for i, _, k in programs(plan.rows_grid, monkeypatch):
+        in_rows = dataclasses.replace(c, variant="sequence", num_parts=1)
+        for i, _, k in programs(dataclasses.replace(plan, c=in_rows).grid, monkeypatch):
             tile = lrpe.rows_tile(plan)
             row = i * c.block_n + block
             token, head = (row % n, row // n) if heads_first else (row // h, row % h)

@@ -93,7 +93,7 @@ def _local() -> Any:
 
 
 def _of(device: Any) -> Card:
-    """What JAX tells of a GPU that is there, and the table of those facts that it does not."""
+    """A GPU that is there: the facts that JAX has, else those of the tables."""
     card = named(device.device_kind)
     capability = int(str(getattr(device, "compute_capability", "")).replace(".", "") or 0)
     capability = capability or card.capability
@@ -107,7 +107,7 @@ def _of(device: Any) -> Card:
 
 
 def named(kind: str) -> Card:
-    """What the table knows of a GPU that is not there."""
+    """A GPU that is not there, by the tables."""
     for name in sorted(KNOWN, key=len, reverse=True):
         if re.search(rf"\b{name}\b", kind):
             capability, num_sms = KNOWN[name]

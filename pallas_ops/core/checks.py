@@ -158,47 +158,40 @@ def scale(name: str, value: Any, dtype: Any) -> float | jax.Array | None:
 
 
 class Axes:
-    """The sizes of axis letters, as one array after the other tells them."""
+    """The sizes of axis letters, and the argument that gave each."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
-        self._told_by: dict[str, str] = {}
+        self._givers: dict[str, str] = {}
 
     def learn(self, name: str, **sizes: int) -> None:
-        """Sizes that the argument `name` tells."""
+        """Sizes that the argument `name` gives."""
         self.sizes = sizes | self.sizes
-        self._told_by = dict.fromkeys(sizes, name) | self._told_by
+        self._givers = dict.fromkeys(sizes, name) | self._givers
 
     def check(self, name: str, x: Any, *forms: str) -> None:
         """Checks the shape of `x` against the form of its rank, "B M H" say, and learns from it."""
-        for form in forms:
-            letters = form.split()
-            if len(letters) == len(x.shape) and self._fits(letters, x.shape):
-                self.learn(name, **dict(zip(letters, x.shape, strict=True)))
+        for form in map(str.split, forms):
+            sizes = dict(zip(form, x.shape, strict=False))
+            if len(form) == len(x.shape) and sizes == sizes | self._known(form):
+                self.learn(name, **sizes)
                 return
         said = " or ".join(f"[{', '.join(form.split())}]" for form in forms)
-        raise ValueError(
-            f"{name}.shape is {x.shape}; accepted: {said}{self._known(' '.join(forms).split())}"
-        )
+        known: dict[str, list[str]] = {}
+        for letter, size in self._known(" ".join(forms).split()).items():
+            known.setdefault(self._givers[letter], []).append(f"{letter}={size}")
+        given = (f"{', '.join(sizes)} (as in {giver})" for giver, sizes in known.items())
+        known_sizes = " with " + ", ".join(given) if known else ""
+        raise ValueError(f"{name}.shape is {x.shape}; accepted: {said}{known_sizes}")
 
-    def _fits(self, letters: Sequence[str], shape: Sequence[int]) -> bool:
-        return all(self.sizes.get(k, size) == size for k, size in zip(letters, shape, strict=True))
-
-    def _known(self, letters: Sequence[str]) -> str:
-        sources: dict[str, list[str]] = {}
-        for letter in dict.fromkeys(letters):
-            if letter in self.sizes:
-                sources.setdefault(self._told_by[letter], []).append(
-                    f"{letter}={self.sizes[letter]}"
-                )
-        known = (f"{', '.join(sizes)} (as in {name})" for name, sizes in sources.items())
-        return " with " + ", ".join(known) if sources else ""
+    def _known(self, letters: Sequence[str]) -> dict[str, int]:
+        return {letter: self.sizes[letter] for letter in letters if letter in self.sizes}
 
 
 def launch_choices(
     config: Any, *, powers_of_two: Collection[str], least: Mapping[str, int] | None = None
 ) -> None:
-    """The ints among a config's fields are such as a launch can have; `least` if that is not 1."""
+    """Refuses ints of a config that no launch can have; `least` has lower limits other than 1."""
     for field in dataclasses.fields(config):
         name, value = f"{type(config).__name__}.{field.name}", getattr(config, field.name)
         low = (least or {}).get(field.name, 1)

@@ -7,6 +7,7 @@ function serves, and exports for, every platform.
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
@@ -15,6 +16,7 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 from pallas_ops.core import backend, launch, vary
 
@@ -68,40 +70,40 @@ class Bound:
 
     def axes(self) -> tuple[list[str], list[str]]:
         """The axis names of the present operands and of the results, vmapped levels included."""
-        ins = [a for a, here in zip(self.op.operands, self.present, strict=True) if here]
-        outs = list(self.op.results)
+        ins, outs = list(itertools.compress(self.op.operands, self.present)), list(self.op.results)
         for i, batched in enumerate(self.levels):
             ins = [f"v{i} {a}" if b else a for a, b in zip(ins, batched, strict=True)]
             outs = [f"v{i} {a}" for a in outs]
         return ins, outs
 
-    def reference(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
-        def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
-            return self.op.reference(*self.fill(xs), **dict(self.static))
+    def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` of all operands and the static arguments, as one of the present operands."""
+        return lambda *xs: function(*self.fill(xs), **dict(self.static))
 
-        for batched in self.levels:
-            call = jax.vmap(call, in_axes=[0 if b else None for b in batched])
-        return call(*xs)
+    def mapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`called`, vmapped by JAX's own rules."""
+        return functools.reduce(_vmap, self.levels, self.called(function))
+
+    def reference(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
+        results: tuple[jax.Array, ...] = self.mapped(self.op.reference)(*xs)
+        return results
 
     def kernel(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
-        if not all(x.size for x in xs):  # vmapped over nothing
+        if not all(x.size for x in xs):  # a vmapped axis of size 0
             return self.reference(*xs)
         backend.require()
-
-        def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
-            return self.op.kernel(*self.fill(xs), **dict(self.static))
-
-        operands = (a for a, here in zip(self.op.operands, self.present, strict=True) if here)
-        has_b = [_has_b(a) for a in operands]
+        call = self.called(self.op.kernel)
+        has_b = [_has_b(a) for a in itertools.compress(self.op.operands, self.present)]
         foldable = all(map(_has_b, self.op.results))
         for batched in self.levels:
             # All batch axes vmapped together are one longer batch: no new grid axis, and the
             # launch is chosen for the batch it really has.
             foldable = foldable and list(batched) == has_b
-            call = (_fold if foldable else _grid)(call, batched)
+            call = (_fold if foldable else _vmap)(call, batched)
         # No kernel has 64-bit numbers; under JAX's x64 mode those that it makes would be.
         with launch.interpreted(self.implementation == "interpret"), jax.enable_x64(False):
-            return call(*xs)
+            results: tuple[jax.Array, ...] = call(*xs)
+        return results
 
 
 def _has_b(axes: str) -> bool:
@@ -117,7 +119,7 @@ def _fold(call: Callable[..., Any], batched: Sequence[bool]) -> Callable[..., An
     return folded
 
 
-def _grid(call: Callable[..., Any], batched: Sequence[bool]) -> Callable[..., Any]:
+def _vmap(call: Callable[..., Any], batched: Sequence[bool]) -> Callable[..., Any]:
     return jax.vmap(call, in_axes=[0 if b else None for b in batched])
 
 
@@ -126,13 +128,15 @@ dispatch_p.multiple_results = True
 
 
 def _abstract(*avals: ShapedArray, bound: Bound) -> list[ShapedArray]:
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    outs = (vary.like(o, avals) for o in _result_shapes(bound, *structs))
+    results = _result_shapes(bound, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    varying = vary.axes(*avals)
+    if not varying:
+        return [ShapedArray(x.shape, x.dtype) for x in results]
+    mesh, of_type = jax.sharding.get_abstract_mesh(), ManualAxisType(varying=varying)
+    shardings = [NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)) for x in results]
     return [
-        ShapedArray(o.shape, o.dtype, sharding=o.sharding, manual_axis_type=o.manual_axis_type)
-        if o.sharding is not None
-        else ShapedArray(o.shape, o.dtype)
-        for o in outs
+        ShapedArray(x.shape, x.dtype, sharding=sharding, manual_axis_type=of_type)
+        for x, sharding in zip(results, shardings, strict=True)
     ]
 
 
@@ -182,8 +186,8 @@ def _lower_elsewhere(*xs: jax.Array, bound: Bound) -> tuple[jax.Array, ...]:
 def _rule(run: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
     """Lowers `run` on arrays of plain types.
 
-    What varies over which mesh axes (`jax.shard_map`) is the primitive's own affair: the
-    interpreter of kernels mixes varying blocks with constants, which JAX would refuse.
+    What is lowered does not say what varies over which mesh axes (`jax.shard_map`): the interpreter
+    of kernels mixes varying blocks with constants, which JAX would refuse.
     """
     lower = mlir.lower_fun(run, multiple_results=True)
 

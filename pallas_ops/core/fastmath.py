@@ -15,17 +15,17 @@ LOG2E = math.log2(math.e)
 
 
 def settled(x: jax.Array) -> jax.Array:
-    """x of 32 bits, as it is, computed where this stands.
+    """x of 32 bits, unchanged, computed where this stands.
 
-    Else Triton may read what a pipelined loop loads in the branch of a `lax.cond` that alone needs
-    it, which is behind the next load into the same place; and LLVM computes a branch's addresses
-    ahead of the loop, in registers that the other branch then has not.
+    Without it Triton may move the read of a pipelined load into the only branch of a `lax.cond`
+    that uses it. There the next load may have overwritten the buffer. LLVM, for its part, computes
+    a branch's addresses ahead of the loop, in registers that the other branch then lacks.
     """
     return x if launch.is_interpreted() else ptx("mov.b32", x)
 
 
 def larger(x: jax.Array, y: float) -> jax.Array:
-    """The maximum, without NaN, which a GPU's drops."""
+    """The maximum; that of NaN and a number is the number, as a GPU has it."""
     return jnp.fmax(x, y) if launch.is_interpreted() else jnp.maximum(x, y)
 
 

@@ -13,7 +13,7 @@ LONGEST = 2**31 - 2**20  # an axis along which an int32 counts, and a tile beyon
 
 
 def check(value: Any, config: Any, cls: type) -> None:
-    """One of those there are; a config, if any, is its kernel's."""
+    """Refuses what is no implementation, and a config of another class or beside "xla"."""
     checks.one_of("implementation", value, IMPLEMENTATIONS)
     checks.instance("config", config, cls)
     if value == "xla" and config is not None:

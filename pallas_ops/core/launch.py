@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from jax.sharding import ManualAxisType
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import whole
 
 _INTERPRETED = contextvars.ContextVar("pallas_ops_interpreted", default=False)
 
@@ -59,10 +58,11 @@ def launch(
 
     An absent operand's ref is None, and its spec is not used.
     """
-    if in_specs is None:
-        in_specs = [None if x is None else whole(x) for x in operands]
-    if out_specs is None:
-        out_specs = list(map(whole, out_shape))
+    specs: dict[str, Any] = {}
+    if in_specs is not None:
+        present = zip(operands, in_specs, strict=True)
+        specs["in_specs"] = [None if x is None else spec for x, spec in present]
+        specs["out_specs"] = out_specs
 
     def fresh(*refs: Any) -> None:
         kernel(*refs)
@@ -77,8 +77,7 @@ def launch(
             for x in out_shape
         ],
         grid=grid,
-        in_specs=[None if x is None else spec for x, spec in zip(operands, in_specs, strict=True)],
-        out_specs=out_specs,
+        **specs,
         name=f"pallas_ops_{name}",
         interpret=is_interpreted(),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),

@@ -12,7 +12,7 @@ Axes = tuple[str, ...]
 
 
 def named(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
-    """The sharding in names of mesh axes; an axis that parts of a mesh axis split has no entry."""
+    """The sharding in names of mesh axes; an axis that parts of one split has no entry."""
     if sharding is None:
         return None
     size = mesh.size  # a shape that any number of shards divides

@@ -26,21 +26,17 @@ def call(
     op: Op,
     *operands: jax.Array | None,
     implementation: Implementation | None,
+    alone: bool = False,
     **static: Hashable,
 ) -> tuple[jax.Array, ...]:
-    """Runs `op`; the arrays vary over the same mesh axes (`vary.unify`)."""
-    bound = _bound(op, operands, implementation, static)
-    return tuple(_differentiable(bound)(*(x for x in operands if x is not None)))
+    """Runs `op`; the arrays vary over the same mesh axes (`vary.unify`).
 
-
-def _bound(
-    op: Op,
-    operands: Sequence[jax.Array | None],
-    implementation: Implementation | None,
-    static: Mapping[str, Hashable],
-) -> Bound:
+    `alone`: the arrays are those of one device, and nothing here is differentiated.
+    """
     present = tuple(x is not None for x in operands)
-    return Bound(op, implementation, tuple(sorted(static.items())), present)
+    bound = Bound(op, implementation, tuple(sorted(static.items())), present)
+    run = _vmapped(bound, alone=True) if alone else _differentiable(bound)
+    return tuple(run(*(x for x in operands if x is not None)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -52,16 +48,8 @@ def _differentiable(bound: Bound) -> Callable[..., Any]:
     def forward(*xs: jax.Array) -> tuple[Any, Arrays]:
         return run(*xs), xs
 
-    def backward(xs: Arrays, cotangents: Arrays) -> tuple[jax.Array | None, ...]:
-        smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
-
-        def of_smooth(*ys: jax.Array) -> tuple[jax.Array, ...]:
-            it = iter(ys)
-            return bound.reference(*(next(it) if s else x for x, s in zip(xs, smooth, strict=True)))
-
-        pullback = jax.vjp(of_smooth, *(x for x, s in zip(xs, smooth, strict=True) if s))[1]
-        grads = iter(pullback(tuple(cotangents)))
-        return tuple(next(grads) if s else None for s in smooth)
+    def backward(xs: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
+        return tuple(jax.vjp(bound.reference, *xs)[1](tuple(cotangents)))
 
     run.defvjp(forward, backward)
     return run
@@ -87,7 +75,7 @@ def _vmapped(bound: Bound, *, alone: bool = False) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=1024)
 def _partitioned(bound: Bound) -> Callable[..., Any]:
     ins, outs = bound.axes()
-    names = dict.fromkeys(name for axes in ins for name in axes.split())  # in order: Shardy asks
+    names = dict.fromkeys(name for axes in ins for name in axes.split())  # in Shardy's order
 
     def split_in(mesh: Mesh, operands: Any) -> dict[str, Axes]:
         return split_of(bound, [named(x.sharding, mesh, x.ndim) for x in operands], ins)
@@ -183,38 +171,17 @@ def _bind(bound: Bound, *xs: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _per_device(bound: Bound, split: Mapping[str, Axes]) -> Callable[..., tuple[jax.Array, ...]]:
-    on_shard = _on_shard(bound, split)
+    """The call on a device's arrays; what shards exchange is mapped over by JAX's own rules."""
+    on_shard: Callable[..., Arrays] = partial(_bind, bound)
+    if bound.op.shards is not None and bound.op.shards[0] in split:
+        axis, of_shard = bound.op.shards
+        run = partial(call, implementation=bound.implementation, alone=True)
+        on_shard = bound.mapped(partial(of_shard, run, split[axis]))
 
     def per_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return _sum_shards(bound, split, on_shard(*_add_once(bound, split, arrays)))
 
     return per_device
-
-
-def _on_shard(bound: Bound, split: Mapping[str, Axes]) -> Callable[..., Arrays]:
-    """The call on a device's arrays; what shards exchange is mapped over by JAX's own rules."""
-    if bound.op.shards is None or bound.op.shards[0] not in split:
-        return partial(_bind, bound)
-    axis, of_shard = bound.op.shards
-    run = partial(_run_alone, implementation=bound.implementation)
-
-    def call(*xs: jax.Array) -> Arrays:
-        return of_shard(run, split[axis], *bound.fill(xs), **dict(bound.static))
-
-    for batched in bound.levels:
-        call = jax.vmap(call, in_axes=[0 if b else None for b in batched])
-    return call
-
-
-def _run_alone(
-    op: Op,
-    *operands: jax.Array | None,
-    implementation: Implementation | None,
-    **static: Hashable,
-) -> tuple[jax.Array, ...]:
-    """`call` on the arrays of one device."""
-    bound = _bound(op, operands, implementation, static)
-    return tuple(_vmapped(bound, alone=True)(*(x for x in operands if x is not None)))
 
 
 def _add_once(bound: Bound, split: Mapping[str, Axes], xs: Arrays) -> Arrays:

@@ -13,7 +13,7 @@ Ts = TypeVarTuple("Ts")
 def cached(check: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
     """`check`, remembered by its arguments and their types: 1.0 may be refused where 1 is not.
 
-    Within a tuple they are told apart by value alone, so what a caller gives is no part of one.
+    Items of a tuple are compared by value alone, so no argument may be a tuple that a caller gave.
     What cannot be hashed is checked each time, to be refused in our own words.
     """
     remembered: Any = functools.lru_cache(maxsize=1024, typed=True)(check)

@@ -1,24 +1,18 @@
-"""Small words of kernels and their launchers."""
+"""Small functions that kernels and their launchers share."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 Ref = Any
 MOST_PARTS = 2**15
 
 
 def power_of_two(size: int) -> int:
-    """The least that holds `size`."""
+    """The least power of two that is not below `size`."""
     return 1 << max(0, size - 1).bit_length()
-
-
-def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    """All of an array, for every program."""
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
 
 def split_evenly(n: Any, parts: int, part: Any) -> tuple[Any, Any]:
@@ -43,7 +37,7 @@ def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 
 def unstack(x: jax.Array) -> list[jax.Array]:
-    """x[..., k] for each k, of a power of two; free where a thread has them all."""
+    """x[..., k] for each k, of which there are a power of two; free where a thread has them all."""
     *shape, size = x.shape
     if size == 1:
         return [x.reshape(shape)]

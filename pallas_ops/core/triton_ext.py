@@ -83,7 +83,8 @@ def _join_neighbours(
 def pipelined(i: jax.Array, num_stages: int) -> jax.Array:
     """The loop index `i`; in its body, says how many steps ahead the loop's loads may run.
 
-    Triton pipelines a loop without matrix products only if told so, and Pallas does not tell.
+    Triton pipelines a loop without matrix products only where the loop has an attribute for it,
+    which Pallas does not set.
     """
     if launch.is_interpreted() or not AVAILABLE or num_stages < 2:
         return i

@@ -1,11 +1,9 @@
 """Which mesh axes a value varies over inside `jax.shard_map` (its replication check)."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 
 def axes(*values: Any) -> frozenset[str]:
@@ -18,7 +16,6 @@ def axes(*values: Any) -> frozenset[str]:
 def unify(*xs: jax.Array | None) -> tuple[jax.Array | None, ...]:
     """Makes all arrays vary over the same axes; the transpose is the sum that replication needs."""
     union = axes(*xs)
-
     return tuple(over(x, union) for x in xs)
 
 
@@ -26,17 +23,3 @@ def over(x: jax.Array | None, names: frozenset[str]) -> jax.Array | None:
     """x, varying over these mesh axes as well."""
     missing = frozenset() if x is None else names - axes(x)
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-
-def like(shape: Any, operands: Iterable[Any]) -> Any:
-    """`shape` (anything with shape and dtype), varying over the axes of the operands."""
-    varying = axes(*operands)
-    if not varying:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype)
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.ShapeDtypeStruct(
-        shape.shape,
-        shape.dtype,
-        sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(shape.shape))),
-        manual_axis_type=ManualAxisType(varying=varying),
-    )

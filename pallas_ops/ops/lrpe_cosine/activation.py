@@ -1,7 +1,7 @@
 """Activations and their derivatives: a table of the elementwise ones, and the two softmaxes.
 
 Kernels apply them to a tile [tokens, features] in float32, with the approximations of `fastmath`.
-A softmax over the sequence reads values that all tokens share (`Column`).
+A softmax over the sequence reads values that all tokens share (`Softmax`).
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ops.core.fastmath import LOG2E, exp2, reciprocal
-from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE
+from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, Softmax
 
 
 class Activation(NamedTuple):
@@ -23,18 +23,10 @@ class Activation(NamedTuple):
     pullback: Callable[[Any, jax.Array], jax.Array]  # (x, da) -> dx, for a tile
 
 
-class Column(NamedTuple):
-    """Values per feature of a softmax over the sequence: a = exp(x - pivot) * share."""
-
-    pivot: Any = None  # the maximum of x
-    share: Any = None  # the reciprocal of the sum of exp(x - pivot)
-    mean: Any = None  # the sum of a * da; only the backward pass has it
-
-
-def activate(act: str, x: jax.Array, column: Column) -> jax.Array:
-    """act(x) of a tile; only the softmax over the sequence reads `column`."""
+def activate(act: str, x: jax.Array, softmax: Softmax) -> jax.Array:
+    """act(x) of a tile; only the softmax over the sequence reads `softmax`."""
     if act == SOFTMAX_SEQUENCE:
-        a: jax.Array = exp2((x - column.pivot) * LOG2E) * column.share
+        a: jax.Array = exp2((x - softmax.pivot) * LOG2E) * softmax.share
         return a
     if act == SOFTMAX_FEATURES:
         e = exp2((x - x.max(axis=1, keepdims=True)) * LOG2E)
@@ -42,14 +34,13 @@ def activate(act: str, x: jax.Array, column: Column) -> jax.Array:
     return ACTIVATIONS[act].tile(x)
 
 
-def pull(act: str, x: Any, da: jax.Array, column: Column) -> jax.Array:
+def pull(act: str, x: Any, da: jax.Array, softmax: Softmax) -> jax.Array:
     """dx from da, the gradient of act(x); "none" does not read x."""
     if act not in (SOFTMAX_FEATURES, SOFTMAX_SEQUENCE):
         return ACTIVATIONS[act].pullback(x, da)
-    a = activate(act, x, column)
-    mean: jax.Array = (
-        column.mean if act == SOFTMAX_SEQUENCE else (a * da).sum(axis=1, keepdims=True)
-    )
+    a = activate(act, x, softmax)
+    over_sequence = act == SOFTMAX_SEQUENCE
+    mean = softmax.mean if over_sequence else (a * da).sum(axis=1, keepdims=True)
     return a * (da - mean)
 
 

@@ -13,7 +13,7 @@ from pallas_ops.core.dtypes import wide
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import signature
 from pallas_ops.ops.lrpe_cosine import reference, refusals, vjp
-from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig
+from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig, Params
 from pallas_ops.ops.lrpe_cosine.reference import Act, Layout
 
 
@@ -72,8 +72,8 @@ def lrpe_cosine(
     lrpe_cosine of xopes, to which it adds theta's gradient, traced offsets, positions, layouts,
     partial width as documented, and the exact phase.
     """
-    same = act, axis, layout, implementation, config
-    return _run(*prepare(x, theta, offset, positions, axis_name, *same))
+    options = act, axis, layout, implementation, config
+    return _run(*prepare(x, theta, positions, *options, offset=offset, axis_name=axis_name))
 
 
 def md_lrpe_cosine(
@@ -115,55 +115,38 @@ def md_lrpe_cosine(
 
     Source: the kernels md_lrpe_cosine of xopes, to which it adds what `lrpe_cosine` adds.
     """
-    grid, same = (shape, num_prefix_tokens), (act, axis, layout, implementation, config)
-    return _run(*prepare_md(x, theta, grid, positions, *same))
+    options = act, axis, layout, implementation, config
+    return _run(*prepare(x, theta, positions, *options, grid=(shape, num_prefix_tokens)))
 
 
 def prepare(
     x: ArrayLike,
     theta: ArrayLike,
-    offset: ArrayLike | Sequence[int],
     positions: ArrayLike | Sequence[float] | None,
-    axis_name: AxisName | None,
     *options: Any,
-) -> tuple[vjp.Params, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """The arguments of `evaluate` for `lrpe_cosine`, checked.
+    offset: ArrayLike | Sequence[int] = 0,
+    axis_name: AxisName | None = None,
+    grid: tuple[Any, SupportsIndex] | None = None,
+) -> tuple[Params, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """The arguments of `evaluate`, checked.
 
     `options` are act, axis, layout, implementation (default "xla") and config (default None).
+    `grid` is the shape and num_prefix_tokens of `md_lrpe_cosine`.
     """
     x, theta = checks.array("x", x), checks.array("theta", theta)
-    first = refusals.offset(offset, x.shape, given=positions is not None)
+    given = positions is not None
+    first = refusals.offset(offset, x.shape, given=given)
+    points = None if grid is None else refusals.grid(*grid, given=given)
     places = checks.optional_array("positions", positions)
-    names = checks.axis_name(axis_name)
-    params = _params(names, (x, theta, first, places), "N", None, 0, *options)
-    return params, x, theta, first, None if places is None else places[..., None]
-
-
-def prepare_md(
-    x: ArrayLike,
-    theta: ArrayLike,
-    grid: tuple[Any, SupportsIndex],
-    positions: ArrayLike | None,
-    *options: Any,
-) -> tuple[vjp.Params, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """`prepare` for `md_lrpe_cosine`; `grid` is its shape and num_prefix_tokens."""
-    x, theta = checks.array("x", x), checks.array("theta", theta)
-    points, num_prefix_tokens = refusals.grid(*grid, given=positions is not None)
-    places = checks.optional_array("positions", positions)
-    params = _params(None, (x, theta, None, places), "N K", points, num_prefix_tokens, *options)
-    return params, x, theta, None, places
-
-
-def _params(
-    axis_name: tuple[str, ...] | None, arrays: Sequence[jax.Array | None], *facts: Any
-) -> vjp.Params:
-    """The static arguments; `facts` are those of `refusals.static` after the arrays' types."""
-    static = refusals.static(*map(signature, arrays), *facts)
-    return vjp.Params(axis_name=axis_name, **static)
+    structs = [signature(array) for array in (x, theta, first, places)]
+    facts: Any = grid is not None, *(points or (None, 0)), checks.axis_name(axis_name)
+    if places is not None and grid is None:
+        places = places[..., None]
+    return refusals.params(*structs, *facts, *options), x, theta, first, places
 
 
 def evaluate(
-    params: vjp.Params,
+    params: Params,
     x: jax.Array,
     theta: jax.Array,
     offset: jax.Array | None,
@@ -179,7 +162,7 @@ def evaluate(
     four = whole if x.ndim == 4 else whole[:, :, None]
     operands: Any = vary.unify(four, theta, offset, positions, index)[:4]
     if params.implementation == "xla":
-        out = vjp.reference(params, *operands)
+        out = vjp.in_numpy(params, *operands)
     else:
         out = vjp.rotate(params, *forward_mode.refuse("lrpe_cosine", *operands))
     out = out.reshape(*x.shape[:-1], 2 * x.shape[-1])

@@ -1,13 +1,14 @@
-"""Launch choices of lrpe_cosine and md_lrpe_cosine, and what follows from them: the plan."""
+"""What a call of lrpe_cosine has: static arguments, operands, launch choices, and their plan."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ops.core import checks
 from pallas_ops.core.card import Card, current
+from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.tiles import power_of_two
 
 SOFTMAX_FEATURES, SOFTMAX_SEQUENCE = "softmax_features", "softmax_sequence"
@@ -45,27 +46,73 @@ class LrpeCosineConfig:
     num_stages: int = 1
 
     def __post_init__(self) -> None:
-        if self.variant not in ("sequence", "block"):
-            raise ValueError(
-                f"LrpeCosineConfig.variant is {self.variant!r}; accepted: 'sequence', 'block'"
-            )
+        of = type(self).__name__
+        checks.one_of(f"{of}.variant", self.variant, ("sequence", "block"))
         if not isinstance(self.cache_angles, bool):
-            raise ValueError(
-                f"LrpeCosineConfig.cache_angles is {self.cache_angles!r}; accepted: True or False"
-            )
+            raise ValueError(f"{of}.cache_angles is {self.cache_angles!r}; accepted: True or False")
         checks.launch_choices(self, powers_of_two=("block_n", "block_d", "num_warps"))
-        if self.variant == "block":
-            return
-        for name in ("num_parts", "num_stages"):  # the variant has no loop
-            if getattr(self, name) != 1:
-                raise ValueError(
-                    f"LrpeCosineConfig.{name} is {getattr(self, name)}; accepted: 1, with "
-                    "variant='sequence'"
-                )
+        for name in ("num_parts", "num_stages"):
+            value = getattr(self, name)
+            if self.variant == "sequence" and value != 1:  # the variant has no loop
+                raise ValueError(f"{of}.{name} is {value}; accepted: 1, with variant='sequence'")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
+class Params:
+    """The static arguments of a call, checked."""
+
+    act: str  # a name of `ACTIVATIONS`, or one of the two softmaxes
+    theta: str  # the axes of theta, as `Op.operands` names them: "h d", "one e", "h single"
+    shape: tuple[int, ...]  # of the grid, if there is one
+    num_axes: int  # of the grid, or of the positions
+    num_prefix_tokens: int
+    heads_first: bool
+    per_batch: bool  # whether each batch element has its own offset or positions
+    axis_name: tuple[str, ...] | None
+    implementation: Implementation | None
+    config: LrpeCosineConfig | None
+
+    @property
+    def tokens_axis(self) -> int:
+        """The axis of tokens in x."""
+        return 2 if self.heads_first else 1
+
+    @property
+    def caches_angles(self) -> bool:
+        return self.config is not None and self.config.cache_angles
+
+
+class Operands(NamedTuple):
+    """The operands of a pass, or their refs in its kernel. Absent ones are None.
+
+    In a kernel the axes of tokens and heads of x and dout are one axis of rows.
+    """
+
+    x: Any = None  # [B, N, H, D], or with heads first [B, H, N, D]
+    dout: Any = None  # [B, .., 2, D]
+    theta: Any = None  # [H, E] or [1, E]
+    offset: Any = None  # [B] or [1]
+    positions: Any = None  # [(B,) N, K]
+    cached: Any = None  # angles in turns [(B,) N, H, D], of one head if they share theta
+    pivot: Any = None  # [B, H, D], as share and mean: the fields of `Softmax`
+    share: Any = None
+    mean: Any = None
+
+    @property
+    def sized(self) -> Any:
+        """The array that gives the sizes, which x and dout have alike."""
+        return self.dout if self.x is None else self.x
+
+
+class Softmax(NamedTuple):
+    """What tokens share in a softmax over the sequence: a = exp(x - pivot) * share, per feature."""
+
+    pivot: Any = None  # the maximum of x
+    share: Any = None  # the reciprocal of the sum of exp(x - pivot)
+    mean: Any = None  # the sum of a * da; only the backward pass has it
+
+
+class Sizes(NamedTuple):
     """The sizes of one call on one device."""
 
     b: int
@@ -73,12 +120,18 @@ class Sizes:
     h: int
     d: int
 
+    @property
+    def is_large(self) -> bool:
+        """Whether a copy of an unaligned theta pays."""
+        return self.b * self.n * self.h * self.d >= SPREAD_ELEMENTS
 
-def choose(s: Sizes, *, scattered: bool = False) -> LrpeCosineConfig:
+
+def choose(s: Sizes, *, unaligned: bool = False) -> LrpeCosineConfig:
     """The launch of kernels that see one token at a time: 1,024 elements a program, 8 a thread.
 
-    If theta's elements are `scattered`, that is loaded one by one: 512, in a single warp.
+    Where an unaligned theta is loaded element by element: 512, in a single warp.
     """
+    scattered = unaligned and not s.is_large
     block_d = min(power_of_two(s.d), WIDEST)
     rows = max(1, (512 if scattered else 1024) // block_d)
     return LrpeCosineConfig(
@@ -115,20 +168,16 @@ def storing_stages(c: LrpeCosineConfig, itemsize: int, card: Card) -> int:
     return min(STORING_WALK_STAGES, 1 + fitting)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The static values of a kernel body."""
+    """The static values of a kernel."""
 
+    p: Params
     s: Sizes
     c: LrpeCosineConfig
-    act: str
-    precise: bool  # float32 results need exact sines; 16-bit results hide the approximation
-    shape: tuple[int, ...] | None  # of the grid; None: positions are given
-    num_prefix_tokens: int
-    heads_first: bool
-    per_batch: bool  # whether each batch element has its own offset or positions
-    num_axes: int  # of the grid, or of the positions
     width: int  # features per axis: the columns of theta
+    unaligned: bool  # whether the rows of theta are not aligned to 16 bytes
+    precise: bool  # float32 results need exact sines; 16-bit results hide the approximation
     walk_tiles: int = WALK_TILES
 
     @property
@@ -160,54 +209,38 @@ class Plan:
         return min(self.c.num_parts, -(-self.blocks_n // WALK_TILES))
 
     @property
-    def masks_tokens(self) -> bool:
-        """Whether the last step of a walk extends beyond the sequence."""
-        return self.steps * self.step_tiles * self.c.block_n != self.s.n
+    def walks(self) -> bool:
+        return self.c.variant == "block"
 
     @property
-    def rows_grid(self) -> tuple[int, ...]:
-        """One program per tile of rows and batch element."""
+    def grid(self) -> tuple[int, ...]:
+        """The programs of a launch.
+
+        One per block of features, head, part of the sequence and batch element if they walk, else
+        one per block of rows, block of features and batch element.
+        """
+        if self.walks:
+            return self.blocks_d, self.s.h, self.parts, self.s.b
         return -(-self.rows // self.c.block_n), self.blocks_d, self.s.b
-
-    @property
-    def walk_grid(self) -> tuple[int, ...]:
-        """One program per block of features, head, part of the sequence and batch element."""
-        return self.blocks_d, self.s.h, self.parts, self.s.b
 
     def view(self, x: jax.Array) -> jax.Array:
         """x [B, .., .., D] or the output [B, .., .., 2, D], with one axis of rows."""
         return x.reshape(self.s.b, self.rows, *x.shape[3:])
 
+    def unview(self, x: jax.Array) -> jax.Array:
+        """The inverse of `view`."""
+        tokens = (self.s.h, self.s.n) if self.p.heads_first else (self.s.n, self.s.h)
+        return x.reshape(self.s.b, *tokens, *x.shape[2:])
 
-def plan_of(
-    x: jax.Array,
-    theta: jax.Array,
-    positions: jax.Array | None,
-    *,
-    config: LrpeCosineConfig | None,
-    heads_first: bool,
-    act: str,
-    shape: tuple[int, ...] | None,
-    **static: Any,
-) -> Plan:
-    """The plan for x or for the gradient of the output."""
-    b, first, second = x.shape[:3]
-    h, n = (first, second) if heads_first else (second, first)
-    s = Sizes(b=b, n=n, h=h, d=x.shape[-1])
-    num_axes = len(shape or ()) if positions is None else positions.shape[-1]
-    if config is None and act == SOFTMAX_SEQUENCE:
-        config = choose_walk(s, act, current())
-    elif config is None:
-        small = b * n * h * s.d < SPREAD_ELEMENTS
-        config = choose(s, scattered=num_axes > 1 and theta.shape[1] % 4 > 0 and small)
-    return Plan(
-        s=s,
-        c=config,
-        heads_first=heads_first,
-        act=act,
-        precise=x.dtype == jnp.float32,
-        shape=shape,
-        num_axes=num_axes,
-        width=theta.shape[1],
-        **static,
-    )
+
+def plan_of(p: Params, o: Operands) -> Plan:
+    """The plan of a launch for these operands, by default of a walk only for a softmax."""
+    b, n, h = (o.sized.shape[i] for i in (0, p.tokens_axis, 3 - p.tokens_axis))
+    s, c = Sizes(b, n, h, o.sized.shape[-1]), p.config
+    width = 1 if o.theta is None else o.theta.shape[1]
+    unaligned = p.num_axes > 1 and width % 4 > 0
+    if c is None and p.act == SOFTMAX_SEQUENCE:
+        c = choose_walk(s, p.act, current())
+    c = c or choose(s, unaligned=unaligned)
+    precise = o.sized.dtype == jnp.float32
+    return Plan(p=p, s=s, c=c, width=width, unaligned=unaligned, precise=precise)

@@ -6,134 +6,173 @@ several parts; XLA adds up the results of the parts. Once XLA has added up the s
 over the sequence, kernels that see one token at a time do the rest.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ops.core.card import current
+from pallas_ops.core.launch import launch
+from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.lrpe_cosine import kernel_rows, kernel_walk
+from pallas_ops.ops.lrpe_cosine.angles import per_feature
 from pallas_ops.ops.lrpe_cosine.config import (
     SOFTMAX_SEQUENCE,
+    STORING_WALK_TILES,
+    Operands,
+    Params,
     Plan,
     choose,
     choose_walk,
     plan_of,
     storing_stages,
 )
-from pallas_ops.ops.lrpe_cosine.tiles import Operands, spread_theta
 
 
-def forward(
-    x: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-    *given: jax.Array | None,
-    save: bool,
-    **static: Any,
-) -> tuple[jax.Array, ...]:
+def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Array, ...]:
     """The output [B, .., 2, D]; to save, the softmax's pivot and share, and the cached angles.
 
-    `given` are the pivot and share, if they are known.
+    The softmax's pivot and share are given if they are known.
     """
-    plan = plan_of(x, theta, positions, **static)
-    operands = Operands(theta=spread_theta(plan, theta), offset=offset, positions=positions)
-    cached = [kernel_rows.angles(plan, operands)] if plan.c.cache_angles else []
-    operands = operands._replace(x=plan.view(x), cached=cached[0] if cached else None)
-    columns = [column for column in given if column is not None]
-    if columns or _has_parts(plan):
-        columns = columns or kernel_walk.softmax(plan, operands.x)
-        operands = operands._replace(pivot=columns[0], share=columns[1])
+    o = Operands(*operands)
+    plan = plan_of(p, o)
+    o = o._replace(theta=_spread(plan, o.theta))
+    if p.caches_angles:
+        o = o._replace(cached=_angles(plan, o))
+    if o.pivot is None and _has_parts(plan):
+        pivot, total = softmax(o.x, p=p)
+        o = o._replace(pivot=pivot, share=1 / total)
+    if o.pivot is not None:
         plan = replace(plan, c=choose(plan.s))
-    result, *more_columns = _kernels(plan).forward(plan, operands)
-    result = result.reshape(*x.shape[:3], 2, plan.s.d)
-    return (result, *columns, *more_columns, *cached) if save else (result,)
+    out = [_rows_struct(plan, o.x.dtype, 2)]
+    if plan.walks and p.act == SOFTMAX_SEQUENCE:
+        out += [_feature_struct(plan)] * 2
+    body = kernel_walk.forward if plan.walks else kernel_rows.forward
+    result, *computed = _run(body, plan, o, out)
+    saved = (*computed, o.pivot, o.share, o.cached) if save else ()
+    return plan.unview(result), *(y for y in saved if y is not None)
 
 
-def softmax(x: jax.Array, **static: Any) -> tuple[jax.Array, ...]:
+def softmax(x: jax.Array, *_: None, p: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of the softmax over the sequence [B, H, D]."""
-    theta: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)  # there are no angles
-    plan = plan_of(x, theta, None, **static)
-    pivot, share = kernel_walk.softmax(plan, plan.view(x))
-    return pivot, 1 / share
+    plan = plan_of(p, Operands(x))
+    out = [_feature_struct(plan, plan.parts)] * 2
+    pivots, totals = _run(kernel_walk.softmax, plan, Operands(x), out, "_softmax")
+    pivot = pivots.max(axis=0, keepdims=True)
+    return pivot[0], (totals * jnp.exp(pivots - pivot)).sum(axis=0)
 
 
-def mean(
-    x: jax.Array, dout: jax.Array, *others: jax.Array | None, **static: Any
-) -> tuple[jax.Array]:
-    """The sum of a * da over the sequence [B, H, D]; arguments as for `backward`."""
-    plan, operands = _plan_backward(x, dout, *others, **static)
-    operands = operands._replace(theta=spread_theta(plan, operands.theta))
-    return (kernel_walk.mean(plan, operands),)
+def mean(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
+    """The sum of a * da over the sequence [B, H, D]; operands as for `backward`."""
+    o = Operands(*operands)
+    plan = plan_of(p, o)
+    out = [_feature_struct(plan, plan.parts)]
+    return (_run(kernel_walk.mean, plan, o, out, "_mean")[0].sum(axis=0),)
 
 
-def backward(
-    x: jax.Array | None, dout: jax.Array, *others: jax.Array | None, **static: Any
-) -> tuple[jax.Array]:
-    """dx, from dout [B, .., 2, D]; x is given if there is an activation.
-
-    `others` are the `Operands` from theta to mean.
-    """
-    plan, operands = _plan_backward(x, dout, *others, **static)
-    operands = operands._replace(theta=spread_theta(plan, operands.theta))
-    if operands.mean is not None or _has_parts(plan):
-        operands = _with_mean(plan, operands)
+def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
+    """dx. x is given for an activation, and the softmax's mean if it is known."""
+    o = Operands(*operands)
+    plan = plan_of(p, o)
+    if o.mean is None and _has_parts(plan):
+        o = o._replace(mean=mean(*o, p=p)[0])
+    if o.mean is not None:
         plan = replace(plan, c=choose(plan.s))
-    (dx,) = _kernels(plan).backward(plan, operands)
-    return (dx.reshape(*dout.shape[:3], plan.s.d),)
+    plan = replace(plan, walk_tiles=STORING_WALK_TILES)
+    o, out = o._replace(theta=_spread(plan, o.theta)), [_rows_struct(plan, o.dout.dtype)]
+    body = kernel_walk.backward if plan.walks else kernel_rows.backward
+    return (plan.unview(*_run(body, plan, o, out, "_backward")),)
 
 
-def gradients(
-    x: jax.Array, dout: jax.Array, *others: jax.Array | None, with_x: bool, **static: Any
-) -> tuple[jax.Array, ...]:
-    """dx, if asked for, and the gradient of theta, in one pass; arguments as for `backward`."""
-    plan, operands = _plan_backward(x, dout, *others, **static)
-    plan = replace(plan, c=choose_walk(plan.s, plan.act, current()))
-    if with_x and _has_parts(plan):
-        operands = _with_mean(plan, operands)
-    # The gradient of theta is float32, whatever the dtype of x.
-    num_stages = storing_stages(plan.c, dout.dtype.itemsize, current())
-    plan = replace(plan, c=replace(plan.c, num_stages=num_stages), precise=True)
-    *dx, sums = kernel_walk.backward(plan, operands, moves=(with_x, True))
-    dtheta = _gather(sums.sum(axis=(0, 1)), operands.theta.shape, plan.num_axes)
-    return *(y.reshape(x.shape) for y in dx), dtheta
+def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax.Array, ...]:
+    """dx, if asked for, and the gradient of theta, in one pass; operands as for `backward`."""
+    o = Operands(*operands)
+    plan = plan_of(p, o)
+    plan = replace(plan, c=choose_walk(plan.s, p.act, current()))
+    if with_x and o.mean is None and _has_parts(plan):
+        o = o._replace(mean=mean(*o, p=p)[0])
+    plan = replace(
+        plan,
+        c=replace(plan.c, num_stages=storing_stages(plan.c, o.dout.dtype.itemsize, current())),
+        precise=True,  # the gradient of theta is float32, whatever the dtype of x
+        walk_tiles=STORING_WALK_TILES,
+    )
+    out = [_rows_struct(plan, o.dout.dtype)] * with_x + [_feature_struct(plan, plan.parts)]
+    body = partial(kernel_walk.backward, moves=(with_x, True))
+    name = "_gradients" if with_x else "_theta"
+    *dx, sums = _run(body, plan, o, out, name)
+
+    def expand(theta: jax.Array) -> jax.Array:
+        theta = jnp.broadcast_to(theta, (plan.s.h, plan.width))
+        return per_feature(theta, p.num_axes, plan.s.d)
+
+    (dtheta,) = jax.linear_transpose(expand, o.theta)(sums.sum(axis=(0, 1)))
+    return *map(plan.unview, dx), dtheta
 
 
-def _plan_backward(
-    x: jax.Array | None, dout: jax.Array, *others: jax.Array | None, **static: Any
-) -> tuple[Plan, Operands]:
-    """The plan and the operands of a backward launch, x and dout with one axis of rows."""
-    operands = Operands(x, dout, *others)
-    plan = plan_of(dout, operands.theta, operands.positions, **static)
-    x = None if x is None else plan.view(x)
-    return plan, operands._replace(x=x, dout=plan.view(dout))
+def _run(
+    body: Callable[..., None],
+    plan: Plan,
+    operands: Operands,
+    out: Sequence[jax.ShapeDtypeStruct],
+    name: str = "",
+    grid: tuple[int, ...] | None = None,
+) -> list[jax.Array]:
+    """Launches `body(operands, *results, plan=plan)` on refs; each program sees whole arrays.
+
+    x and dout have one axis of rows there.
+    """
+    x, dout, *others = operands
+
+    def kernel(*refs: Ref | None) -> None:
+        count = len(operands)
+        body(Operands(*refs[:count]), *refs[count:], plan=plan)
+
+    return launch(
+        kernel,
+        *(None if y is None else plan.view(y) for y in (x, dout)),
+        *others,
+        name=f"lrpe_cosine{name}",
+        grid=grid or plan.grid,
+        out_shape=out,
+        num_warps=plan.c.num_warps,
+    )
 
 
-def _with_mean(plan: Plan, operands: Operands) -> Operands:
-    if operands.mean is not None:
-        return operands
-    return operands._replace(mean=kernel_walk.mean(plan, operands))
+def _angles(plan: Plan, operands: Operands) -> jax.Array:
+    """All angles, in turns [(B,) N, H, D], of one head if they share theta."""
+    batch = (plan.s.b,) if plan.p.per_batch else ()
+    heads = operands.theta.shape[0]
+    out = jax.ShapeDtypeStruct((*batch, plan.s.n, heads, plan.s.d), jnp.float32)
+    grid = (plan.blocks_n, plan.blocks_d, heads, *(batch or (1,)))
+    own = Operands(theta=operands.theta, offset=operands.offset, positions=operands.positions)
+    return _run(kernel_rows.angles, plan, own, [out], "_angles", grid)[0]
 
 
-def _kernels(plan: Plan) -> ModuleType:
-    """The module of the variant's kernels."""
-    return kernel_walk if plan.c.variant == "block" else kernel_rows
+def _rows_struct(plan: Plan, dtype: Any, *halves: int) -> jax.ShapeDtypeStruct:
+    """dx [B, rows, D], or the output [B, rows, 2, D]."""
+    return jax.ShapeDtypeStruct((plan.s.b, plan.rows, *halves, plan.s.d), dtype)
+
+
+def _feature_struct(plan: Plan, *parts: int) -> jax.ShapeDtypeStruct:
+    """One value per feature [(parts,) B, H, D]."""
+    return jax.ShapeDtypeStruct((*parts, plan.s.b, plan.s.h, plan.s.d), jnp.float32)
 
 
 def _has_parts(plan: Plan) -> bool:
     """Whether separate launches compute the sums of a softmax over the sequence."""
-    return plan.act == SOFTMAX_SEQUENCE and plan.parts > 1
+    return plan.p.act == SOFTMAX_SEQUENCE and plan.parts > 1
 
 
-def _gather(dtheta: jax.Array, theta: tuple[int, ...], num_axes: int) -> jax.Array:
-    """The gradient of theta. `dtheta` is the gradient per head and feature [H, D]."""
-    (h, d), (heads, width) = dtheta.shape, theta
-    if num_axes == 1 and width == 1:
-        dtheta = dtheta.sum(axis=1, keepdims=True)
-    else:
-        dtheta = jnp.pad(dtheta, ((0, 0), (0, max(0, num_axes * width - d))))
-        dtheta = dtheta[:, : num_axes * width].reshape(h, num_axes, width).sum(axis=1)
-    return dtheta if heads == h else dtheta.sum(axis=0, keepdims=True)
+def _spread(plan: Plan, theta: jax.Array) -> jax.Array:
+    """theta, with one column per feature where such a copy pays.
+
+    With 43 features per axis, say, the rows of theta are not aligned, and kernels load its elements
+    one by one. The rows of the copy are aligned. Making it takes 2 us.
+    """
+    if not plan.unaligned or not plan.s.is_large:
+        return theta
+    return per_feature(theta, plan.p.num_axes, plan.s.d)

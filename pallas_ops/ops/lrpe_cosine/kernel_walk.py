@@ -5,10 +5,8 @@ Each thread keeps sums over the sequence for the elements that it loads. The sum
 threads are added up once, after the loop.
 """
 
-import dataclasses
-import itertools
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import jax
@@ -19,16 +17,13 @@ from jax.experimental import pallas as pl
 from pallas_ops.core.fastmath import LOG2E, exp2, multiply_add
 from pallas_ops.core.tiles import Ref, split_evenly
 from pallas_ops.core.triton_ext import pipelined
-from pallas_ops.ops.lrpe_cosine import trigonometry
-from pallas_ops.ops.lrpe_cosine.activation import Column, activate, pull
-from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_SEQUENCE, STORING_WALK_TILES, Plan
+from pallas_ops.ops.lrpe_cosine.activation import activate, pull
+from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_SEQUENCE, Operands, Plan, Softmax
 from pallas_ops.ops.lrpe_cosine.tiles import (
     Angles,
-    Operands,
     Tile,
     features,
-    load_column,
-    run,
+    load_softmax,
     store_at,
     tokens_tile,
 )
@@ -36,48 +31,8 @@ from pallas_ops.ops.lrpe_cosine.tiles import (
 HUGE = float(jnp.finfo(jnp.float32).max)
 
 
-def forward(plan: Plan, operands: Operands) -> list[jax.Array]:
-    """The output [B, rows, 2, D]; with the softmax over the sequence also its pivot and share."""
-    out = jax.ShapeDtypeStruct((plan.s.b, plan.rows, 2, plan.s.d), operands.x.dtype)
-    columns = [_column_shape(plan)] * 2 if plan.act == SOFTMAX_SEQUENCE else []
-    return run(_forward_kernel, plan, operands, [out, *columns], plan.walk_grid, "lrpe_cosine")
-
-
-def backward(
-    plan: Plan, operands: Operands, *, moves: tuple[bool, bool] = (True, False)
-) -> list[jax.Array]:
-    """`moves` asks for dx [B, rows, D], and for the parts' sums for theta [parts, B, H, D]."""
-    plan = dataclasses.replace(plan, walk_tiles=STORING_WALK_TILES)
-    dx = jax.ShapeDtypeStruct((plan.s.b, plan.rows, plan.s.d), operands.dout.dtype)
-    out = list(itertools.compress((dx, _column_shape(plan, plan.parts)), moves))
-    name = {(True, False): "backward", (False, True): "theta", (True, True): "gradients"}[moves]
-    body = partial(_backward_kernel, moves=moves)
-    return run(body, plan, operands, out, plan.walk_grid, f"lrpe_cosine_{name}")
-
-
-def softmax(plan: Plan, x: jax.Array) -> list[jax.Array]:
-    """The pivot and share of the softmax over the sequence [B, H, D]."""
-    out = [_column_shape(plan, plan.parts)] * 2
-    name = "lrpe_cosine_softmax"
-    pivots, totals = run(_softmax_kernel, plan, Operands(x), out, plan.walk_grid, name)
-    pivot = pivots.max(axis=0, keepdims=True)
-    return [pivot[0], 1 / (totals * jnp.exp(pivots - pivot)).sum(axis=0)]
-
-
-def mean(plan: Plan, operands: Operands) -> jax.Array:
-    """The sum of a * da over the sequence [B, H, D]."""
-    out = [_column_shape(plan, plan.parts)]
-    (means,) = run(_mean_kernel, plan, operands, out, plan.walk_grid, "lrpe_cosine_mean")
-    return means.sum(axis=0)
-
-
-def _column_shape(plan: Plan, *parts: int) -> jax.ShapeDtypeStruct:
-    """One value per feature [(parts,) B, H, D]."""
-    return jax.ShapeDtypeStruct((*parts, plan.s.b, plan.s.h, plan.s.d), jnp.float32)
-
-
 class Walk:
-    """A program of `Plan.walk_grid`: a block of features, a head and a part of the sequence."""
+    """A program that walks: a block of features, a head and a part of the sequence."""
 
     def __init__(self, plan: Plan, refs: Operands) -> None:
         self.plan, self.refs = plan, refs
@@ -89,6 +44,14 @@ class Walk:
     def tile(self, block: Any) -> Tile:
         """The tile number `block` of the sequence."""
         return tokens_tile(self.plan, self.b, block, self.head, self.block_d)
+
+    def angles(self) -> Angles:
+        """Angles whose frequencies are computed before the loop."""
+        return Angles(self.plan, self.refs).with_frequency(self.tile(0))
+
+    def given(self) -> Softmax:
+        """The values that the operands have for a softmax over the sequence."""
+        return load_softmax(self.refs, (self.b, self.head, self.feature), self.inside)
 
     def fold(self, step: Callable[[list[Tile], Any], Any], carry: Any) -> Any:
         """The carry after all steps of this part; `step` takes the tiles of one step."""
@@ -120,12 +83,12 @@ class Walk:
         pivot = pivots.max(axis=0, keepdims=True)
         return pivot, (totals * exp2((pivots - pivot) * LOG2E)).sum(axis=0, keepdims=True)
 
-    def mean(self, angles: Angles, column: Column) -> jax.Array:
+    def mean(self, angles: Angles, softmax: Softmax) -> jax.Array:
         """The sum of a * da over this part [1, features]."""
 
         def step(tiles: list[Tile], total: jax.Array) -> jax.Array:
             for tile in tiles:
-                a = activate(self.plan.act, tile.load_x(self.refs.x), column)
+                a = activate(self.plan.p.act, tile.load_x(self.refs.x), softmax)
                 da = tile.load_da(self.refs.dout, *angles.sincos(tile))
                 total += tile.masked(a * da)
             return total
@@ -133,51 +96,40 @@ class Walk:
         total: jax.Array = self.fold(step, self.zeros)
         return total.sum(axis=0, keepdims=True)
 
-    def angles(self) -> Angles:
-        """Angles whose frequencies are computed before the loop."""
-        angles = Angles(self.plan, self.refs)
-        if self.refs.cached is not None:
-            return angles
-        rate = angles.rate(self.tile(0))
-        return dataclasses.replace(angles, frequency=trigonometry.frequency(rate))
-
-    def column(self) -> Column:
-        """The values that the softmax over the sequence has for this program's features."""
-        return load_column(self.refs, (self.b, self.head, self.feature), self.inside)
-
-    def store(self, ref: Ref, column: jax.Array, *part: Any) -> None:
+    def store(self, ref: Ref, value: jax.Array, *part: Any) -> None:
         """Stores one value per feature in an array [(parts,) B, H, D]."""
-        store_at(ref, (*part, self.b, self.head, self.feature), column, self.inside)
+        store_at(ref, (*part, self.b, self.head, self.feature), value, self.inside)
 
 
-def _forward_kernel(refs: Operands, out_ref: Ref, *column_refs: Ref, plan: Plan) -> None:
-    """`column_refs` are those of pivot and share [B, H, D]."""
+def forward(refs: Operands, out_ref: Ref, *softmax_refs: Ref, plan: Plan) -> None:
+    """`out_ref` is [B, rows, 2, D], `softmax_refs` those of pivot and share [B, H, D]."""
     walk = Walk(plan, refs)
-    angles = walk.angles()
-    column = Column()
-    if plan.act == SOFTMAX_SEQUENCE:
+    angles, softmax = walk.angles(), Softmax()
+    if plan.p.act == SOFTMAX_SEQUENCE:
         pivot, total = walk.softmax()
-        column = Column(pivot, 1 / total)
-        for ref, value in zip(column_refs, column[:2], strict=True):
+        softmax = Softmax(pivot, 1 / total)
+        for ref, value in zip(softmax_refs, softmax[:2], strict=True):
             walk.store(ref, value)
 
     def step(tiles: list[Tile], _: None) -> None:
         for tile in tiles:
             sin, cos = angles.sincos(tile)
-            a = activate(plan.act, tile.load_x(refs.x), column)
+            a = activate(plan.p.act, tile.load_x(refs.x), softmax)
             tile.store(out_ref, a * cos, 0)
             tile.store(out_ref, a * sin, 1)
 
     walk.fold(step, None)
 
 
-def _backward_kernel(refs: Operands, *out_refs: Ref, plan: Plan, moves: tuple[bool, bool]) -> None:
+def backward(
+    refs: Operands, *out_refs: Ref, plan: Plan, moves: tuple[bool, bool] = (True, False)
+) -> None:
     """`out_refs` are, as `moves` asks, dx [B, rows, D] and sums for theta [parts, B, H, D]."""
     walk = Walk(plan, refs)
     x_moves, theta_moves = moves
-    angles, column = walk.angles(), walk.column()
-    if x_moves and plan.act == SOFTMAX_SEQUENCE and refs.mean is None:
-        column = column._replace(mean=walk.mean(angles, column))
+    angles, softmax = walk.angles(), walk.given()
+    if x_moves and plan.p.act == SOFTMAX_SEQUENCE and refs.mean is None:
+        softmax = softmax._replace(mean=walk.mean(angles, softmax))
 
     def load(tile: Tile) -> tuple[Any, ...]:
         x = None if refs.x is None else tile.load_x(refs.x)
@@ -189,9 +141,9 @@ def _backward_kernel(refs: Operands, *out_refs: Ref, plan: Plan, moves: tuple[bo
             sin, cos = angles.sincos(tile, position)
             if x_moves:
                 da = multiply_add(dcos, cos, dsin * sin)
-                tile.store(out_refs[0], pull(plan.act, x, da, column))
+                tile.store(out_refs[0], pull(plan.p.act, x, da, softmax))
             if theta_moves:
-                slope = multiply_add(dsin, cos, -dcos * sin) * activate(plan.act, x, column)
+                slope = multiply_add(dsin, cos, -dcos * sin) * activate(plan.p.act, x, softmax)
                 total = multiply_add(position, tile.masked(slope), total)
         return total
 
@@ -200,15 +152,14 @@ def _backward_kernel(refs: Operands, *out_refs: Ref, plan: Plan, moves: tuple[bo
         walk.store(out_refs[-1], total.sum(axis=0, keepdims=True), walk.part)
 
 
-def _mean_kernel(refs: Operands, mean_ref: Ref, *, plan: Plan) -> None:
-    """The mean of each part [parts, B, H, D]."""
+def mean(refs: Operands, mean_ref: Ref, *, plan: Plan) -> None:
+    """Stores the sum of a * da over each part [parts, B, H, D]."""
     walk = Walk(plan, refs)
-    walk.store(mean_ref, walk.mean(walk.angles(), walk.column()), walk.part)
+    walk.store(mean_ref, walk.mean(walk.angles(), walk.given()), walk.part)
 
 
-def _softmax_kernel(refs: Operands, pivot_ref: Ref, total_ref: Ref, *, plan: Plan) -> None:
-    """The pivot and the sum of each part [parts, B, H, D]."""
+def softmax(refs: Operands, pivot_ref: Ref, total_ref: Ref, *, plan: Plan) -> None:
+    """Stores the pivot and the sum of exp(x - pivot) of each part [parts, B, H, D]."""
     walk = Walk(plan, refs)
-    pivot, total = walk.softmax()
-    walk.store(pivot_ref, pivot, walk.part)
-    walk.store(total_ref, total, walk.part)
+    for ref, value in zip((pivot_ref, total_ref), walk.softmax(), strict=True):
+        walk.store(ref, value, walk.part)

@@ -1,11 +1,9 @@
 """The definition of lrpe_cosine and md_lrpe_cosine in jax.numpy: the formula, and its gradients.
 
-Arrays are x [B, N, H, D] or, with `heads_first`, [B, H, N, D]; theta [H, E] or [1, E]; offset [1]
-or [B]; positions [N, K] or [B, N, K]. An output has an axis of cos and sin: [B, .., 2, D].
+Each pass takes the `Operands` in their order. An output has an axis of cos and sin:
+[B, .., 2, D].
 """
 
-import math
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -14,70 +12,25 @@ from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while
 
 from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import reshard_like
-from pallas_ops.ops.lrpe_cosine import phase
+from pallas_ops.ops.lrpe_cosine import angles
 from pallas_ops.ops.lrpe_cosine.activation import ACTIVATIONS
-from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, SOFTMAX_SEQUENCE, LrpeCosineConfig
+from pallas_ops.ops.lrpe_cosine.config import (
+    SOFTMAX_FEATURES,
+    SOFTMAX_SEQUENCE,
+    Operands,
+    Params,
+)
 
 Layout = Literal["BNHD", "BHND"]
 Act = Literal["none", "relu", "sigmoid", "silu", "softmax"]
 
 
-def _angles(
-    d: int,
-    theta: Any,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-    *,
-    shape: tuple[int, ...] | None,
-    num_prefix_tokens: int,
-    per_batch: bool,
-    **_: Any,
-) -> jax.Array:
-    """phi / (2 pi) [(B,) N, H, D], of one head if they share theta.
-
-    Feature d turns by the position on axis d // E times theta[h, d % E].
-    """
-    if positions is None:
-        positions = moved(grid(shape or (), num_prefix_tokens), offset, per_batch=per_batch)
-    positions = positions.astype(theta.dtype)
-    width, axes = theta.shape[1], positions.shape[-1]
-    if axes == 1:
-        positions = positions[..., None]
-        theta = theta if width == 1 else jnp.pad(theta, ((0, 0), (0, d - width)))
-    else:
-        positions = jnp.repeat(positions, width, axis=-1)[..., None, :d]
-        theta = jnp.tile(theta, (1, axes))[:, :d]
-    theta = theta.reshape((1,) * (positions.ndim - 2) + theta.shape)
-    shape = jnp.broadcast_shapes(positions.shape, theta.shape)
-    return phase.turns(jnp.broadcast_to(positions, shape), jnp.broadcast_to(theta, shape))
-
-
-def grid(
-    shape: tuple[int, ...],
-    num_prefix_tokens: int,
-    *,
-    first: jax.Array | int = 0,
-    n: int | None = None,
-) -> jax.Array:
-    """The row-major indices of a grid's points [N, K], after `num_prefix_tokens` rows of 0.
-
-    Or those of n tokens from `first` on.
-    """
-    n = num_prefix_tokens + math.prod(shape) if n is None else n
+def counted(p: Params, n: int, offset: Any, first: jax.Array | int = 0) -> jax.Array:
+    """The positions of n tokens [(B,) N, K], the first of which is number `first`."""
     token = first + jax.lax.iota(jnp.int32, n)
-    rest, indices = token - num_prefix_tokens, []
-    for size in reversed(shape[1:]):
-        indices.append(rest % jnp.maximum(size, 1))
-        rest = rest // jnp.maximum(size, 1)
-    points = jnp.stack([rest, *reversed(indices)], axis=-1)
-    return jnp.where((token < num_prefix_tokens)[:, None], 0, points)
-
-
-def moved(points: jax.Array, offset: jax.Array | None, *, per_batch: bool) -> jax.Array:
-    """Positions [(B,) N, K], each moved by the offset [1] or [B]."""
-    if offset is None:
-        return points
-    return points[None] + offset[:, None, None] if per_batch else points + offset[0]
+    if offset is not None and p.per_batch:
+        token, offset = token[None], offset[:, None]
+    return jnp.stack(angles.indices(token, p.shape, p.num_prefix_tokens, offset), axis=-1)
 
 
 def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
@@ -90,135 +43,97 @@ def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
     return jnp.where(prefix, jnp.zeros_like(positions), positions)
 
 
-def _turned(
-    x: jax.Array,
-    turn: jax.Array,
-    pivot: jax.Array | None = None,
-    share: jax.Array | None = None,
-    *,
-    act: str,
-    heads_first: bool,
-    **_: Any,
-) -> jax.Array:
-    """The output from angles [(B,) N, H, D], with a softmax's pivot and share if they are given."""
-    a = x.astype(turn.dtype)
-    axis = tokens_axis(heads_first)
-    if pivot is not None and share is not None:
-        a = jnp.exp(a - jnp.expand_dims(pivot, axis)) * jnp.expand_dims(share, axis)
-    elif act in (SOFTMAX_FEATURES, SOFTMAX_SEQUENCE):
-        a = jax.nn.softmax(a, axis=3 if act == SOFTMAX_FEATURES else axis)
-    else:
-        a = ACTIVATIONS[act].reference(a)
-    turn = jnp.swapaxes(turn, -3, -2) if heads_first else turn
-    sin, cos = phase.sincos(turn if turn.ndim == a.ndim else turn[None])
+def _angles(p: Params, o: Operands) -> jax.Array:
+    """phi / (2 pi) [(B,) N, H, D], of one head if they share theta.
+
+    Feature d turns by the position on axis d // E times theta[h, d % E].
+    """
+    d, positions = o.sized.shape[-1], o.positions
+    if positions is None:
+        positions = counted(p, o.sized.shape[p.tokens_axis], o.offset)
+    positions = positions.astype(o.theta.dtype)
+    if p.num_axes > 1:
+        positions = jnp.repeat(positions, o.theta.shape[1], axis=-1)[..., :d]
+    positions, theta = positions[..., None, :], angles.per_feature(o.theta, p.num_axes, d)
+    shape = jnp.broadcast_shapes(positions.shape, theta.shape)
+    return angles.turns(jnp.broadcast_to(positions, shape), jnp.broadcast_to(theta, shape))
+
+
+def _activated(p: Params, x: jax.Array, o: Operands) -> jax.Array:
+    """act(x), by a softmax's pivot and share if they are given."""
+    if o.pivot is not None:
+        pivot, share = (jnp.expand_dims(y, p.tokens_axis) for y in (o.pivot, o.share))
+        a: jax.Array = jnp.exp(x - pivot) * share
+        return a
+    if p.act in (SOFTMAX_FEATURES, SOFTMAX_SEQUENCE):
+        return jax.nn.softmax(x, axis=3 if p.act == SOFTMAX_FEATURES else p.tokens_axis)
+    return ACTIVATIONS[p.act].reference(x)
+
+
+def _rotated(p: Params, o: Operands, x: jax.Array, turn: jax.Array) -> jax.Array:
+    """The output for x, from angles [(B,) N, H, D]."""
+    a = _activated(p, x.astype(turn.dtype), o)
+    turn = jnp.swapaxes(turn, -3, -2) if p.heads_first else turn
+    sin, cos = angles.exact_sincos(turn if turn.ndim == a.ndim else turn[None])
     return jnp.stack([a * cos, a * sin], axis=3).astype(x.dtype)
 
 
-def tokens_axis(heads_first: bool) -> int:
-    """The axis of tokens in x."""
-    return 2 if heads_first else 1
+def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Array, ...]:
+    """The output; to save, the same residuals as the kernel's.
 
-
-def forward(
-    x: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-    *columns: jax.Array | None,
-    save: bool,
-    config: LrpeCosineConfig | None,
-    **static: Any,
-) -> tuple[jax.Array, ...]:
-    """The output; to save: the same residuals as the kernel's.
-
-    `columns` are a softmax's pivot and share, if they are known.
+    A softmax's pivot and share are given if they are known.
     """
-    turn = _angles(x.shape[-1], theta, offset, positions, **static)
-    saved: list[Any] = []
-    if save and static["act"] == SOFTMAX_SEQUENCE:
-        pivot, total = softmax(x, **static)
-        saved += columns if columns[0] is not None else (pivot, 1 / total)
-    if save and config is not None and config.cache_angles:
-        saved.append(jnp.broadcast_to(turn, (*turn.shape[:-1], x.shape[-1])))
-    return _turned(x, turn, *columns, **static), *saved
+    o = Operands(*operands)
+    turn = _angles(p, o)
+    out, saved = _rotated(p, o, o.x, turn), list[jax.Array]()
+    if save and p.act == SOFTMAX_SEQUENCE:
+        if o.pivot is None:
+            pivot, total = softmax(o.x, p=p)
+            o = o._replace(pivot=pivot, share=1 / total)
+        saved = [o.pivot, o.share]
+    if save and p.caches_angles:
+        saved.append(turn)
+    return out, *saved
 
 
-def softmax(x: jax.Array, *, heads_first: bool, **_: Any) -> tuple[jax.Array, jax.Array]:
+def softmax(x: jax.Array, *_: None, p: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of the sequence's softmax [B, H, D]."""
-    axis, x = tokens_axis(heads_first), x.astype(wide(x.dtype))
+    axis, x = p.tokens_axis, x.astype(wide(x.dtype))
     pivot = stop_gradient(jnp.maximum(x.max(axis=axis), jnp.finfo(x.dtype).min))
     return pivot, jnp.exp(x - jnp.expand_dims(pivot, axis)).sum(axis=axis)
 
 
-def mean(x: jax.Array, dout: jax.Array, *others: Any, **static: Any) -> tuple[jax.Array]:
-    """The sum of a * da over the sequence [B, H, D], with a softmax's pivot and share."""
-    theta, offset, positions, cached, pivot, share, _ = others
-    turn = _angles(x.shape[-1], theta, offset, positions, **static) if cached is None else cached
-    x, dout = x.astype(turn.dtype), dout.astype(turn.dtype)
-    # Times a, the derivative in its logarithm; a is exp(x - pivot) * share.
-    (da,) = jax.vjp(lambda x: _turned(x, turn, pivot, share, **static), x)[1](dout)
-    return (da.sum(axis=tokens_axis(static["heads_first"])),)
+def mean(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
+    """The sum of a * da over the sequence [B, H, D]."""
+    o = Operands(*operands)
+    return (_pulled(p, o, o.x).sum(axis=p.tokens_axis),)
 
 
-def backward(
-    x: jax.Array | None,
-    dout: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-    cached: jax.Array | None,
-    *columns: jax.Array | None,
-    **static: Any,
-) -> tuple[jax.Array]:
-    """dx. A softmax's pivot and share are used if its mean is known."""
-    x = jnp.zeros_like(dout[:, :, :, 0]) if x is None else x
-    turn = _angles(x.shape[-1], theta, offset, positions, **static) if cached is None else cached
-    return (_pulled(x, turn, dout, *columns, **static),)
+def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
+    """dx. x is given for an activation, and a softmax's mean if it is known."""
+    o = Operands(*operands)
+    x = jnp.zeros_like(o.dout[:, :, :, 0]) if o.x is None else o.x
+    dx = _pulled(p, o, x)
+    if o.pivot is not None:  # until here dx is a * da
+        mean = dx.sum(axis=p.tokens_axis) if o.mean is None else o.mean
+        dx -= _activated(p, x.astype(dx.dtype), o) * jnp.expand_dims(mean, p.tokens_axis)
+    return (dx.astype(x.dtype),)
 
 
-def _pulled(
-    x: jax.Array,
-    turn: jax.Array,
-    dout: jax.Array,
-    pivot: jax.Array | None,
-    share: jax.Array | None,
-    mean: jax.Array | None,
-    **static: Any,
-) -> jax.Array:
-    """dx from angles."""
-    if mean is None:
-        (dx,) = jax.vjp(partial(_turned, turn=turn, **static), x)[1](dout)
-        return dx  # type: ignore[no-any-return]
-    full, axis = x.astype(turn.dtype), tokens_axis(static["heads_first"])
-    run = lambda x: _turned(x, turn, pivot, share, **static)  # noqa: E731
-    (dx,) = jax.vjp(run, full)[1](dout.astype(turn.dtype))
-    assert pivot is not None
-    assert share is not None
-    a = jnp.exp(full - jnp.expand_dims(pivot, axis)) * jnp.expand_dims(share, axis)
-    dx -= a * jnp.expand_dims(mean, axis)
-    return dx.astype(x.dtype)  # type: ignore[no-any-return]
+def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax.Array, ...]:
+    """dx, if asked for, and the gradient of theta."""
+    o = Operands(*operands)
+
+    def run(theta: jax.Array) -> jax.Array:
+        return _rotated(p, o, o.x, _angles(p, o._replace(theta=theta)))
+
+    (dtheta,) = jax.vjp(run, o.theta)[1](o.dout)
+    return (*backward(*operands, p=p), dtheta) if with_x else (dtheta,)
 
 
-def gradients(
-    x: jax.Array,
-    dout: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-    _: jax.Array | None,
-    *columns: jax.Array | None,
-    with_x: bool,
-    **static: Any,
-) -> tuple[jax.Array, ...]:
-    """dx, if asked for, and dtheta. Cached angles are not used; for columns see `backward`."""
-    pivot, share, mean = columns
-    # Without its mean, the columns of a softmax are those of x.
-    known = (pivot, share) if mean is not None or not with_x else ()
-
-    def run(theta: jax.Array) -> tuple[jax.Array, jax.Array]:
-        turn = _angles(x.shape[-1], theta, offset, positions, **static)
-        return _turned(x, turn, *known, **static), turn
-
-    _, pull, turn = jax.vjp(run, theta, has_aux=True)
-    (dtheta,) = pull(dout)
-    return (_pulled(x, turn, dout, *columns, **static), dtheta) if with_x else (dtheta,)
+def _pulled(p: Params, o: Operands, x: jax.Array) -> jax.Array:
+    """dx, in at least float32, with a softmax's pivot and share taken for constants."""
+    turn = _angles(p, o) if o.cached is None else o.cached
+    pull = jax.vjp(lambda x: _rotated(p, o, x, turn), x.astype(turn.dtype))[1]
+    (dx,) = pull(o.dout.astype(turn.dtype))
+    return dx  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from pallas_ops.ops.lrpe_cosine.config import (
     SOFTMAX_SEQUENCE,
     WIDEST,
     LrpeCosineConfig,
+    Params,
 )
 
 Struct = jax.ShapeDtypeStruct
@@ -74,79 +75,76 @@ def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[tuple[int,
 
 
 @cached
-def static(
+def params(
     x: Struct,
     theta: Struct,
     offset: Struct | None,
     positions: Struct | None,
-    axes: str,
+    on_grid: bool,
     shape: tuple[int, ...] | None,
     num_prefix_tokens: int,
+    axis_name: tuple[str, ...] | None,
     act: str,
     axis: int | None,
     layout: str,
     implementation: Implementation | None = "xla",
     config: LrpeCosineConfig | None = None,
-) -> dict[str, Any]:
-    """The fields of `vjp.Params`; an error if an argument is not accepted.
+) -> Params:
+    """The static arguments; an error if one is not accepted.
 
-    All arguments are hashable, so this runs once for equal ones. `axes` are those of positions that
-    all batch elements share: "N", or "N K" on a grid.
+    All arguments are hashable, so this runs once for equal ones.
     """
     implementations.check(implementation, config, LrpeCosineConfig)
     checks.floating("x", x)
-    sizes = _sizes(x, layout)
-    num_axes = len(shape or ()) if "K" in axes else 1
+    checks.one_of("layout", layout, ("BNHD", "BHND"))
+    axes = checks.Axes()
+    axes.check("x", x, *(("B N H D", "B N D") if layout == "BNHD" else ("B H N D",)))
+    num_axes = len(shape or ()) if on_grid else 1
     if positions is not None:
-        num_axes = _check_positions(positions, axes, sizes, num_axes)
-    _check_theta(theta, sizes, num_axes)
-    if shape is not None and num_prefix_tokens + math.prod(shape) != sizes["N"]:
+        num_axes = _check_positions(positions, axes.sizes, num_axes, on_grid=on_grid)
+    of_theta = _check_theta(theta, axes.sizes, num_axes)
+    n, d = axes.sizes["N"], axes.sizes["D"]
+    if shape is not None and num_prefix_tokens + math.prod(shape) != n:
         raise ValueError(
             f"shape is {shape} and num_prefix_tokens {num_prefix_tokens}; accepted: sizes with "
-            f"num_prefix_tokens + prod(shape) = N = {sizes['N']}"
+            f"num_prefix_tokens + prod(shape) = N = {n}"
         )
     kind = _act(act, axis, len(x.shape), layout)
-    implementation = _implementation(implementation, x, sizes | {"E": theta.shape[1]}, kind)
+    sizes = axes.sizes | {"E": theta.shape[1]}
     if config is not None:
-        _check_config(config, kind, sizes["D"])
+        _check_config(config, kind, d)
     batch_offset = offset is not None and offset.shape != (1,)
-    batch_positions = positions is not None and len(positions.shape) > len(axes.split())
-    return dict(
+    batch_positions = positions is not None and len(positions.shape) > 1 + on_grid
+    return Params(
         act=kind,
-        shape=None if positions is not None else shape or (sizes["N"],),
+        theta=of_theta,
+        shape=shape or (),
+        num_axes=num_axes,
         num_prefix_tokens=num_prefix_tokens,
         heads_first=layout == "BHND",
         per_batch=batch_offset or batch_positions,
-        implementation=implementation,
+        axis_name=axis_name,
+        implementation=_implementation(implementation, x.dtype, sizes, kind),
         config=config,
     )
 
 
 def _implementation(
-    implementation: Implementation | None, x: Struct, sizes: dict[str, int], act: str
+    implementation: Implementation | None, dtype: Any, sizes: dict[str, int], act: str
 ) -> Implementation | None:
     """The reference where no kernel serves, else the implementation asked for."""
-    implementation = implementations.kernel_or_reference(implementation, x.dtype, sizes)
-    if implementation == "xla":
-        return implementation
+    chosen = implementations.kernel_or_reference(implementation, dtype, sizes)
+    if chosen == "xla":
+        return chosen
     rows = sizes["N"] * sizes.get("H", 1)
     if act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
-        of = f"a softmax over {sizes['D']} features"
-        return implementations.reference_instead(implementation, of)
+        return implementations.reference_instead(chosen, f"a softmax over {sizes['D']} features")
     if rows > implementations.LONGEST:
-        return implementations.reference_instead(implementation, f"N * H = {rows} rows")
-    return implementation
+        return implementations.reference_instead(chosen, f"N * H = {rows} rows")
+    return chosen
 
 
-def _sizes(x: Struct, layout: str) -> dict[str, int]:
-    checks.one_of("layout", layout, ("BNHD", "BHND"))
-    axes = checks.Axes()
-    forms = ("B N H D", "B N D") if layout == "BNHD" else ("B H N D",)
-    axes.check("x", x, *forms)
-    return axes.sizes
-
-
-def _check_positions(x: Struct, axes: str, sizes: dict[str, int], num_axes: int) -> int:
+def _check_positions(x: Struct, sizes: dict[str, int], num_axes: int, *, on_grid: bool) -> int:
     """The number of axes that positions have, given that of the grid (0 if there is no grid)."""
     real = jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)
     if not real:
@@ -155,13 +153,14 @@ def _check_positions(x: Struct, axes: str, sizes: dict[str, int], num_axes: int)
     known.learn("x", B=sizes["B"], N=sizes["N"])
     if num_axes:
         known.learn("shape", K=num_axes)
-    known.check("positions", x, axes, f"B {axes}")
+    known.check("positions", x, *(("N K", "B N K") if on_grid else ("N", "B N")))
     if not isinstance(known.sizes["K"], int):
         raise ValueError(f"positions.shape is {x.shape}; accepted: symbolic sizes, but not for K")
     return known.sizes["K"]
 
 
-def _check_theta(theta: Struct, sizes: dict[str, int], num_axes: int) -> None:
+def _check_theta(theta: Struct, sizes: dict[str, int], num_axes: int) -> str:
+    """The names of theta's axes (see `Params`)."""
     checks.any_floating("theta", theta)
     heads, d = sizes.get("H", 1), sizes["D"]
     fits = len(theta.shape) == 2 and theta.shape[0] in (1, heads)
@@ -174,6 +173,8 @@ def _check_theta(theta: Struct, sizes: dict[str, int], num_axes: int) -> None:
     if not fits:
         forms = "[1, E]" if heads == 1 else f"[1, E] or [H, E] with H = {heads}"
         raise ValueError(f"theta.shape is {theta.shape}; accepted: {forms} and {what}")
+    width = {1: "single", d: "d"}.get(theta.shape[1], "e") if num_axes == 1 else "e"
+    return f"{'h' if theta.shape[0] == heads else 'one'} {width}"
 
 
 def _act(act: Any, axis: Any, rank: int, layout: str) -> str:

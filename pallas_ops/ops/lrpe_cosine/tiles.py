@@ -5,8 +5,7 @@ or, with heads first, (head, token). The output is viewed as [B, rows, 2, D].
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,49 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, both, span
-from pallas_ops.ops.lrpe_cosine import trigonometry
-from pallas_ops.ops.lrpe_cosine.activation import Column
-from pallas_ops.ops.lrpe_cosine.config import SPREAD_ELEMENTS, Plan
-
-
-class Operands(NamedTuple):
-    """The operands of a launch, or their refs in its kernel. Absent ones are None."""
-
-    x: Any = None  # [B, rows, D]
-    dout: Any = None  # [B, rows, 2, D]
-    theta: Any = None  # [H, E] or [1, E], or `spread_theta` of it
-    offset: Any = None  # [B] or [1]
-    positions: Any = None  # [(B,) N, K]
-    cached: Any = None  # angles in turns [(B,) N, H, D]
-    pivot: Any = None  # [B, H, D], as share and mean: the fields of `Column`
-    share: Any = None
-    mean: Any = None
-
-
-def run(
-    body: Callable[..., None],
-    plan: Plan,
-    operands: Operands,
-    out: Sequence[jax.ShapeDtypeStruct],
-    grid: tuple[int, ...],
-    name: str,
-) -> list[jax.Array]:
-    """Launches `body(operands, *results, plan=plan)` on refs; each program sees whole arrays."""
-
-    def kernel(*refs: Ref | None) -> None:
-        count = len(operands)
-        body(Operands(*refs[:count]), *refs[count:], plan=plan)
-
-    return launch(
-        kernel,
-        *operands,
-        name=name,
-        grid=grid,
-        out_shape=out,
-        num_warps=plan.c.num_warps,
-    )
+from pallas_ops.ops.lrpe_cosine import angles
+from pallas_ops.ops.lrpe_cosine.config import Operands, Plan, Softmax
 
 
 class Tile:
@@ -88,7 +47,7 @@ class Tile:
     def load_x(self, ref: Ref) -> jax.Array:
         """The tile of x in float32. Outside the array it is 0, and -inf for a softmax."""
         x = self.load(ref)
-        return self.masked(x, -jnp.inf) if self.plan.act.startswith("softmax") else x
+        return self.masked(x, -jnp.inf) if self.plan.p.act.startswith("softmax") else x
 
     def load_da(self, dout_ref: Ref, sin: jax.Array, cos: jax.Array) -> jax.Array:
         """The gradient of act(x), from the gradient of the output."""
@@ -111,12 +70,12 @@ def features(plan: Plan, block_d: Any) -> jax.Array:
 
 
 def rows_tile(plan: Plan) -> Tile:
-    """The `block_n` adjacent rows of a program of `Plan.rows_grid`."""
+    """The `block_n` adjacent rows of a program that does not walk."""
     block, block_d, b = map(pl.program_id, range(3))
     row = block * plan.c.block_n + span(plan.c.block_n)
-    inner = jnp.int32(plan.s.n if plan.heads_first else plan.s.h)
+    inner = jnp.int32(plan.s.n if plan.p.heads_first else plan.s.h)
     token, head = lax.div(row, inner), lax.rem(row, inner)
-    if plan.heads_first:
+    if plan.p.heads_first:
         token, head = head, token
     inside = row < plan.rows if plan.rows % plan.c.block_n else None
     return Tile(plan, b, row, token, head, block_d, inside)
@@ -125,15 +84,16 @@ def rows_tile(plan: Plan) -> Tile:
 def tokens_tile(plan: Plan, b: Any, block: Any, head: Any, block_d: Any) -> Tile:
     """`block_n` tokens of one head."""
     token = block * plan.c.block_n + span(plan.c.block_n)
-    row = head * plan.s.n + token if plan.heads_first else token * plan.s.h + head
-    inside = token < plan.s.n if plan.masks_tokens else None
+    row = head * plan.s.n + token if plan.p.heads_first else token * plan.s.h + head
+    whole = plan.steps * plan.step_tiles * plan.c.block_n == plan.s.n
+    inside = None if whole else token < plan.s.n
     return Tile(plan, b, row, token, jnp.full_like(token, head), block_d, inside)
 
 
-def load_column(refs: Operands, index: tuple[Any, ...], mask: jax.Array | None) -> Column:
+def load_softmax(refs: Operands, index: tuple[Any, ...], mask: jax.Array | None) -> Softmax:
     """The values of a softmax over the sequence, at an index of [B, H, D]."""
-    columns = (refs.pivot, refs.share, refs.mean)
-    return Column(*(None if ref is None else load_at(ref, index, mask) for ref in columns))
+    of_softmax = (refs.pivot, refs.share, refs.mean)
+    return Softmax(*(None if ref is None else load_at(ref, index, mask) for ref in of_softmax))
 
 
 def load_at(ref: Ref, index: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
@@ -164,9 +124,15 @@ class Angles:
     refs: Operands
     frequency: tuple[jax.Array, jax.Array] | None = None  # if all tiles of a program share it
 
+    def with_frequency(self, tile: Tile) -> "Angles":
+        """The angles of all tiles with the heads and features of this one."""
+        if self.refs.cached is not None:
+            return self
+        return dataclasses.replace(self, frequency=angles.frequency(self.rate(tile)))
+
     def sincos(self, tile: Tile, position: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """sin and cos [rows, features]; `position` if it is known already."""
-        of = trigonometry.precise_sincos if self.plan.precise else trigonometry.sincos
+        of = angles.precise_sincos if self.plan.precise else angles.sincos
         return of(self.turns(tile, position))
 
     def turns(self, tile: Tile, position: jax.Array | None = None) -> jax.Array:
@@ -174,8 +140,8 @@ class Angles:
         if self.refs.cached is not None:
             return load_at(self.refs.cached, self.cached_index(tile), tile.mask)
         position = self.position(tile) if position is None else position
-        frequency = self.frequency or trigonometry.frequency(self.rate(tile))
-        return jnp.broadcast_to(trigonometry.remainder(position, *frequency), tile.shape)
+        frequency = self.frequency or angles.frequency(self.rate(tile))
+        return jnp.broadcast_to(angles.remainder(position, *frequency), tile.shape)
 
     def cached_index(self, tile: Tile) -> tuple[Any, ...]:
         """The index of the tile's elements in the cached angles."""
@@ -186,8 +152,8 @@ class Angles:
         """theta of each element [rows, features], or [1, features] if all heads share it."""
         heads, width = self.refs.theta.shape
         column, within = tile.feature, None
-        last = width if width == self.plan.s.d else self.plan.num_axes * width
-        if self.plan.num_axes == 1 and width == 1:
+        last = width if width == self.plan.s.d else self.plan.p.num_axes * width
+        if self.plan.p.num_axes == 1 and width == 1:
             column = jnp.zeros_like(column)
         elif last < self.plan.blocks_d * self.plan.c.block_d:
             within = column < last
@@ -199,47 +165,23 @@ class Angles:
 
     def position(self, tile: Tile) -> jax.Array:
         """The position in float32 [rows, 1]; on a grid of several axes [rows, features]."""
-        given = self.refs.positions is not None
-        position, *others = self._given(tile) if given else self._counted(tile)
+        position, *others = self._positions(tile)
         for axis, other in enumerate(others, start=1):
             position = jnp.where(tile.feature >= axis * self.plan.width, other, position)
         return position
 
-    def _given(self, tile: Tile) -> list[jax.Array]:
-        """The given position of each token [rows, 1], per axis."""
-        inside = None if tile.mask is None else tile.token < self.plan.s.n
-        return [
-            load_at(self.refs.positions, (*self._batch(tile), tile.token, axis), inside)
-            for axis in range(self.plan.num_axes)
-        ]
-
-    def _counted(self, tile: Tile) -> list[jax.Array]:
-        """The row-major index of each token in the grid [rows, 1], per axis."""
-        prefix = self.plan.num_prefix_tokens
-        rest, per_axis = tile.token - prefix, []
-        for size in reversed((self.plan.shape or ())[1:]):
-            count = jnp.int32(max(1, size))  # a grid without points may have prefix tokens
-            per_axis.append(lax.rem(rest, count))
-            rest = lax.div(rest, count)
-        if self.refs.offset is not None:
-            rest += self.refs.offset[tile.b if self.plan.per_batch else 0]
-        per_axis = [rest, *reversed(per_axis)]
-        if prefix:
-            per_axis = [jnp.where(tile.token < prefix, 0, position) for position in per_axis]
-        return [position.astype(jnp.float32) for position in per_axis]
+    def _positions(self, tile: Tile) -> list[jax.Array]:
+        """The position of each token in float32 [rows, 1], per axis."""
+        p, offset = self.plan.p, self.refs.offset
+        if self.refs.positions is not None:
+            inside = None if tile.mask is None else tile.token < self.plan.s.n
+            places = [(*self._batch(tile), tile.token, axis) for axis in range(p.num_axes)]
+            return [load_at(self.refs.positions, place, inside) for place in places]
+        if offset is not None:
+            offset = offset[tile.b if p.per_batch else 0]
+        counted = angles.indices(tile.token, p.shape, p.num_prefix_tokens, offset)
+        return [index.astype(jnp.float32) for index in counted]
 
     def _batch(self, tile: Tile) -> tuple[Any, ...]:
         """The index along the batch axis of positions and cached angles, if they have one."""
-        return (tile.b,) if self.plan.per_batch else ()
-
-
-def spread_theta(plan: Plan, theta: jax.Array) -> jax.Array:
-    """theta with one column per feature where such a copy pays, else theta itself.
-
-    With 43 features per axis, say, the rows of theta are not aligned, and kernels load its elements
-    one by one. The rows of the copy are aligned. Making it takes 2 us.
-    """
-    aligned = plan.width % 4 == 0
-    if plan.num_axes == 1 or aligned or plan.s.b * plan.rows * plan.s.d < SPREAD_ELEMENTS:
-        return theta
-    return jnp.tile(theta, (1, plan.num_axes))[:, : plan.s.d]
+        return (tile.b,) if self.plan.p.per_batch else ()

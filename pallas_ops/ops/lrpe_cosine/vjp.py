@@ -1,80 +1,134 @@
-"""How lrpe_cosine differentiates.
+"""How lrpe_cosine differentiates: the ops of its passes, what shards do in them, and the rules.
 
 theta is saved. x is saved for an activation, and for the gradients of theta and of positions. A
 softmax over the sequence also saves its pivot and share per feature, and `cache_angles` the angles,
 under a name by which `jax.checkpoint` can keep them. One pass over x makes the gradients of x and
 theta. With a given config, which applies to dx alone, there are two passes.
+
+A shard's positions are those of its tokens in the whole sequence. For a softmax over the sequence
+shards exchange a pivot and a total per feature, and backward the sum of a * da.
 """
 
-import dataclasses
+import functools
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_ops.core import partition
-from pallas_ops.core.dispatch import Implementation, Op
+from pallas_ops.core import partition, shards, vary
+from pallas_ops.core.dispatch import Op
 from pallas_ops.core.partition import TypeOf, reshard_like
-from pallas_ops.ops.lrpe_cosine import passes
-from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_SEQUENCE, LrpeCosineConfig
+from pallas_ops.ops.lrpe_cosine import kernel, reference
+from pallas_ops.ops.lrpe_cosine.config import (
+    SOFTMAX_FEATURES,
+    SOFTMAX_SEQUENCE,
+    Operands,
+    Params,
+)
 
 RESIDUALS = "pallas_ops.lrpe_cosine"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Params:
-    """The static arguments."""
-
-    act: str
-    shape: tuple[int, ...] | None
-    num_prefix_tokens: int
-    heads_first: bool
-    per_batch: bool
-    axis_name: tuple[str, ...] | None
-    implementation: Implementation | None
-    config: LrpeCosineConfig | None
-
-    @property
-    def static(self) -> dict[str, Any]:
-        """Those of the kernels."""
-        names = ("act", "shape", "num_prefix_tokens", "heads_first", "per_batch", "config")
-        return {name: getattr(self, name) for name in names}
+def op(name: str, p: Params) -> Op:
+    """The op of a pass: forward, saving, backward (dx), theta, gradients, softmax or mean."""
+    return _op(name, p.act, p.theta, p.heads_first, p.per_batch, p.caches_angles)
 
 
-def _passes(p: Params, x: Any, theta: Any, offset: Any, positions: Any) -> passes.Ops:
-    """The ops for arguments of these shapes."""
-    num_axes = len(p.shape or ()) if positions is None else positions.shape[-1]
-    heads = x.shape[1 if p.heads_first else 2]
-    batch = "b" if p.per_batch else "one"
-    own = num_axes == 1 and theta.shape[1] == x.shape[-1]
-    shared = num_axes == 1 and theta.shape[1] == 1
-    axes = passes.Axes(
-        "h" if theta.shape[0] == heads else "one",
-        "d" if own else "single" if shared else "e",
-        "" if offset is None else batch,
-        "" if positions is None else "b n k" if p.per_batch else "n k",
-        num_axes,
+@functools.lru_cache(maxsize=1024)
+def _op(
+    name: str, act: str, theta: str, heads_first: bool, per_batch: bool, caches_angles: bool
+) -> Op:
+    """`op`, the same object for all calls with these axes: caches compare by identity."""
+    tokens, batch = "h n" if heads_first else "n h", "b " if per_batch else ""
+    x, out, feature = f"b {tokens} d", f"b {tokens} two d", "b h d"
+    heads, width = theta.split()
+    cached = f"{batch}n {heads} d"
+    where = theta, batch.strip() or "one", f"{batch}n k"  # theta, offset, positions
+    saved = [feature, feature] * (act == SOFTMAX_SEQUENCE) + [cached] * caches_angles
+    results = dict(
+        forward=[out],
+        saving=[out, *saved],
+        backward=[x],
+        theta=[theta],
+        gradients=[x, theta],
+        softmax=[feature, feature],
+        mean=[feature],
+    )[name]
+    itself: tuple[str, dict[str, bool]] = (name, {})
+    function, options = dict(
+        forward=("forward", dict(save=False)),
+        saving=("forward", dict(save=True)),
+        theta=("gradients", dict(with_x=False)),
+        gradients=("gradients", dict(with_x=True)),
+    ).get(name, itself)
+    unsharded = ["e", "k", "one", "two"]  # axes that every device needs in full
+    if act == SOFTMAX_FEATURES or width == "e":
+        unsharded.append("d")
+    if name in ("softmax", "mean"):
+        unsharded.append("n")
+    others = " ".join(axis for axis in "bnhd" if axis not in (heads, width))
+    return Op(
+        name="lrpe_cosine" if function == "forward" else f"lrpe_cosine_{name}",
+        kernel=partial(getattr(kernel, function), **options),
+        reference=partial(getattr(reference, function), **options),
+        operands=Operands(x, out, *where, cached, *[feature] * 3),
+        results=tuple(results),
+        unsharded=tuple(unsharded),
+        summed=tuple(others if result == theta else "" for result in results),
+        shards=None if "n" in unsharded else ("n", partial(_of_shard, name)),
     )
-    return passes.ops(axes, p.act, p.heads_first, p.per_batch, p.config)
 
 
-def _run(p: Params, op: Op, *operands: jax.Array | None, call: Any = None) -> tuple[Any, ...]:
-    """An op, over the shards of `p.axis_name` if there are any; `call` runs it on one device."""
-    call = call or partial(partition.call, implementation=p.implementation)
-    of_shard = partial(call, op)
-    if p.axis_name is not None and op.shards is not None:
-        of_shard = partial(op.shards[1], call, p.axis_name)
-    results: tuple[jax.Array, ...] = of_shard(*operands, **p.static)
+def _of_shard(
+    name: str, run: Any, axis_name: shards.Names, *operands: jax.Array | None, p: Params
+) -> tuple[jax.Array, ...]:
+    """A pass on a shard of the sequence."""
+    o = Operands(*operands)
+    if o.positions is None:
+        n = o.sized.shape[p.tokens_axis]
+        positions = reference.counted(p, n, o.offset, n * lax.axis_index(axis_name))
+        o = o._replace(positions=positions.astype(o.theta.dtype), offset=None)
+    over_sequence = p.act == SOFTMAX_SEQUENCE
+    if over_sequence and o.pivot is None:
+        pivot, share = _joined(axis_name, *run(op("softmax", p), *Operands(o.x), p=p))
+        o = o._replace(pivot=pivot, share=share)
+    o = Operands(*vary.unify(*o))
+    if over_sequence and o.mean is None and name in ("backward", "gradients"):
+        (mean,) = run(op("mean", p), *o, p=p)
+        o = Operands(*vary.unify(*o._replace(mean=lax.psum(mean, axis_name))))
+    results: tuple[jax.Array, ...] = run(op(name, p), *o, p=p)
     return results
 
 
-def reference(p: Params, *operands: Any) -> jax.Array:
+def _joined(
+    axis_name: shards.Names, pivot: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The pivot and share of all shards."""
+    both = shards.gather(jnp.stack([pivot, total]), axis_name)
+    pivots, totals = both[:, 0], both[:, 1]
+    pivot = pivots.max(axis=0)
+    return pivot, 1 / (totals * jnp.exp(pivots - pivot[None])).sum(axis=0)
+
+
+def _run(p: Params, name: str, o: Operands, call: Any = None) -> tuple[Any, ...]:
+    """A pass, over the shards of `p.axis_name` if there are any; `call` runs it on one device."""
+    call = call or partial(partition.call, implementation=p.implementation)
+    run = partial(call, op(name, p))
+    if p.axis_name is not None:
+        run = partial(_of_shard, name, call, p.axis_name)
+    results: tuple[jax.Array, ...] = run(*o, p=p)
+    return results
+
+
+def in_numpy(p: Params, *operands: Any) -> jax.Array:
     """`rotate` in jax.numpy, differentiated by JAX."""
-    call = lambda op, *operands, **static: op.reference(*operands, **static)  # noqa: E731
-    (out,) = _run(p, _passes(p, *operands).forward, *operands, None, None, call=call)
+    call = lambda op, *operands, p: op.reference(*operands, p=p)  # noqa: E731
+    x, *where = operands
+    (out,) = _run(p, "forward", Operands(x, None, *where), call)
     return out  # type: ignore[no-any-return]
 
 
@@ -87,46 +141,42 @@ def rotate(
     positions: jax.Array | None,
 ) -> jax.Array:
     """The output [B, .., 2, D] of x [B, N, H, D] or [B, H, N, D] and theta [H, E] or [1, E]."""
-    operands = (x, theta, offset, positions)
-    (out,) = _run(p, _passes(p, *operands).forward, *operands, None, None)
+    (out,) = _run(p, "forward", Operands(x, None, theta, offset, positions))
     return out  # type: ignore[no-any-return]
 
 
 def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
     operands: list[Any] = [None if y is None else y.value for y in primals]
     moves = [y is not None and y.perturbed for y in primals]  # which operands need a gradient
-    x_moves, theta_moves, _, positions_move = moves
-    out, *saved = _run(p, _passes(p, *operands).saving, *operands, None, None)
-    named = [checkpoint_name(y, RESIDUALS) for y in saved]  # [pivot, share], then [cached]
-    columns = named[:2] if p.act == SOFTMAX_SEQUENCE else [None, None]
-    cached = named[-1] if len(named) % 2 else None
-    x, *where = operands
+    (x, *where), (x_moves, theta_moves, _, positions_move) = operands, moves
+    out, *saved = _run(p, "saving", Operands(x, None, *where))
+    named = [checkpoint_name(y, RESIDUALS) for y in saved]
+    softmax = named[:2] if p.act == SOFTMAX_SEQUENCE else [None, None]  # pivot and share
+    cached = named[-1] if p.caches_angles else None
     needs_x = (p.act != "none" and x_moves) or theta_moves or positions_move
     kept = x if needs_x else jnp.zeros(0, x.dtype)
     # The shape of a residual records which operands move. The tree of the residuals must not depend
     # on them: JAX traces this rule once per set of moving operands, and keeps only the last tree.
     moving = jnp.zeros((0, *map(int, moves)))
-    return out, (TypeOf(x), kept, where, cached, columns, moving)
+    return out, (TypeOf(x), kept, where, cached, softmax, moving)
 
 
-def _backward(p: Params, saved, dout):  # type: ignore[no-untyped-def]
-    of_x, x, where, cached, columns, moving = saved
+def _backward(p: Params, saved: Any, dout: Any):  # type: ignore[no-untyped-def]
+    of_x, x, where, cached, (pivot, share), moving = saved
     x_moves, theta_moves, _, positions_move = moving.shape[1:]
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
-    shape = (*dout.shape[:3], dout.shape[4])
-    ops = _passes(p, jax.ShapeDtypeStruct(shape, dout.dtype), *where)
+    o = Operands(x, dout, *where)._replace(pivot=pivot, share=share)
     dx = dtheta = dpositions = None
     if x_moves and theta_moves and p.config is None:
-        dx, dtheta = _run(p, ops.gradients, x, dout, *where, None, *columns, None)
+        dx, dtheta = _run(p, "gradients", o)
     elif x_moves:
         activated = None if p.act == "none" else x
-        (dx,) = _run(p, ops.backward, activated, dout, *where, cached, *columns, None)
+        (dx,) = _run(p, "backward", o._replace(x=activated, cached=cached))
     if theta_moves and dtheta is None:
-        (dtheta,) = _run(p, ops.theta, x, dout, *where, None, *columns, None)
+        (dtheta,) = _run(p, "theta", o)
     if positions_move:
-        run = partial(reference, p, x, *where[:2])
-        out, pull = jax.vjp(run, where[2])
+        out, pull = jax.vjp(partial(in_numpy, p, x, *where[:2]), where[2])
         (dpositions,) = pull(*reshard_like((dout,), (out,)))
     return reshard_like((dx, dtheta, None, dpositions), (of_x, *where))
 
