@@ -122,6 +122,37 @@ def test_vmap_outside_and_inside(rng: Rng, op: TestedOp) -> None:
     assert_close(got, compiled(op, "xla")(2 * xs[0], *xs[1:]), terms=TERMS)
 
 
+@every_op
+def test_of_some_mesh_axes(rng: Rng, op: TestedOp) -> None:
+    """The others are left to XLA, which does not gather for what is `jax.numpy`."""
+    layout = {op.split[0]: "x"}
+    outs = specs(op.results, layout)
+    run = jax.shard_map(
+        compiled(op, None),
+        mesh=cpu_mesh(),
+        in_specs=specs(op.operands, layout),
+        out_specs=outs,
+        axis_names={"x"},
+    )
+    xs = op.even_arguments(rng)
+    weights = random_weights(rng, op, xs)
+    want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
+    out, got = value_and_vjp(jax.jit(run), xs, weights)
+    assert_close(out, want, terms=TERMS)
+    assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
+
+
+def test_h200s_run_kernels_over_some_mesh_axes() -> None:
+    mesh, spec = h200.h200_mesh(x=2, y=2), P("x", "y")
+    x = jax.ShapeDtypeStruct((4, 4096, 64), jnp.bfloat16)
+    fn = partial(pallas_ops.logcumsumexp, axis=1, axis_name="y")
+    run = jax.shard_map(
+        fn, mesh=mesh, in_specs=P(None, "y"), out_specs=P(None, "y"), axis_names={"y"}
+    )
+    program = h200.compile_for_h200(run, x, mesh=mesh, specs=(spec,))
+    assert any(".entry pallas_ops_logcumsumexp" in text for text in program.ptx)
+
+
 # tpa_decode with its cache split over devices
 
 CACHE_SPECS = specs(TPA_DECODE.operands, {"m": "x"})

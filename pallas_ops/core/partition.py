@@ -63,7 +63,7 @@ def _vmapped(bound: Bound, *, alone: bool = False) -> Callable[..., Any]:
     def run(*xs: jax.Array) -> Any:
         if any(map(is_explicit, xs)) and not alone:
             return _explicit(bound, xs)
-        return partitioned(*xs)
+        return _bind(bound, *xs) if _is_partly_manual() else partitioned(*xs)
 
     @run.def_vmap
     def _(_: int, batched: Sequence[bool], *xs: jax.Array) -> Any:
@@ -121,6 +121,16 @@ def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
     results = mapped(*map(jax.sharding.reshard, xs, to))
     unified: tuple[Any, ...] = vary.unify(*results, *xs)
     return unified[: len(results)]
+
+
+def _is_partly_manual() -> bool:
+    """Whether this is inside a `jax.shard_map` of some mesh axes that leaves others automatic.
+
+    No `custom_partitioning` lowers there. XLA then partitions what is `jax.numpy`, and gathers for
+    a kernel what is split over the automatic axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes) and AxisType.Auto in mesh.axis_types
 
 
 def is_explicit(x: "jax.Array | TypeOf") -> bool:
