@@ -26,7 +26,7 @@ from tests.support import (
     to_float64,
     value_and_vjp,
 )
-from tests.tpa_decode import both, factors, loop
+from tests.tpa_decode import both, factors, loop, loop_gradients
 
 KERNEL = kernel_implementation()
 Rng = np.random.Generator
@@ -253,32 +253,42 @@ SHAPES = [
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
-@pytest.mark.parametrize("dtype8", DTYPES8)
-@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES))
+EIGHT_BITS = [
+    pytest.param(d8, d, id=f"{d8.__name__}-{d.__name__}")
+    for d8, d in [
+        (jnp.int8, jnp.bfloat16),
+        (jnp.float8_e4m3fn, jnp.bfloat16),
+        (jnp.int8, jnp.float32),
+        (jnp.float8_e4m3fn, jnp.float16),
+    ]
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype8", "dtype"), in_turn(SHAPES, EIGHT_BITS))
 def test_decoding_of_eight_bits(rng: Rng, shape: Any, dtype8: Any, dtype: Any) -> None:
     """What the same numbers in 16 bits and more give, and their gradients."""
     xs = quantised(factors(rng, dtype, **shape), dtype8)
     lengths = jnp.asarray(rng.integers(shape["n"], shape["m"] + 1, shape["b"]), jnp.int32)
-    got, own = (both(i, lengths=lengths)(*xs) for i in (KERNEL, "xla"))
+    smooth = [i for i in range(4) if xs[i] is not None]
+    weights = random_cotangents(rng, jax.eval_shape(both("xla"), *xs))
+
+    def of(implementation: Any) -> Any:
+        def run(*ys: jax.Array) -> Any:
+            filled = dict(zip(smooth, ys, strict=True))
+            given: Any = [filled.get(i, x) for i, x in enumerate(xs)]
+            return both(implementation, lengths=lengths)(*given)
+
+        return value_and_vjp(run, tuple(xs[i] for i in smooth), weights)
+
+    (got, grads), own = of(KERNEL), both("xla", lengths=lengths)(*xs)
     out, lse = zip(got, own, loop(widened(xs), lengths), strict=True)
     assert_as_good_as_reference(*out)
     if dtype == jnp.bfloat16:  # scores are within 2**-16 of their largest
         assert_as_good_as_reference(*lse, floor=2.0**-16)
     else:
         assert_as_good_as_reference(*lse)
-    smooth = [i for i in range(4) if xs[i] is not None]
-
-    def of(xs: Any, implementation: Any) -> Any:
-        def run(*ys: jax.Array) -> Any:
-            filled = dict(zip(smooth, ys, strict=True))
-            given: Any = [filled.get(i, x) for i, x in enumerate(xs)]
-            return both(implementation, lengths=lengths)(*given)
-
-        ys = tuple(xs[i] for i in smooth)
-        weights = random_cotangents(np.random.default_rng(0), jax.eval_shape(run, *ys))
-        return value_and_vjp(run, ys, weights)[1]
-
-    assert_close(of(xs, KERNEL), of(widened(xs), "xla"), terms=shape["m"])
+    truth = loop_gradients(widened(xs), lengths, weights)
+    assert_close(grads, tuple(truth[i] for i in smooth), terms=shape["m"])
 
 
 def test_gradients_of_eight_bits_are_refused(rng: Rng) -> None:

@@ -1,5 +1,6 @@
 """tpa_decode: reference against a loop, kernels against the reference, laws."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.support import (
     random_cotangents,
     value_and_vjp,
 )
-from tests.tpa_decode import both, factors, loop
+from tests.tpa_decode import both, factors, loop, loop_gradients
 
 KERNEL = kernel_implementation()
 Rng = np.random.Generator
@@ -41,16 +42,21 @@ SHAPES = [
     case(b=1, n=2, m=70, h=34, r=6, d=24, e=8, rk=3, rv=1),
     case(b=1, n=1, m=40, h=75, r=6, d=16, e=16, rk=2, rv=4),
 ]
+MIXED = [SHAPES[i] for i in (0, 1, 3, 5, 7, 8)]  # one of each form
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+QUERIES = [
+    pytest.param(False, jnp.float32, id="float32"),
+    pytest.param(True, jnp.bfloat16, id="full-bfloat16"),
+    pytest.param(False, jnp.bfloat16, id="bfloat16"),
+]
 WINDOWS = [case(n=1, m=200, window=70), case(n=3, m=70, window=1), case(n=3, m=70, h=17, window=33)]
 
 
-def lengths_to_try(rng: Rng, shape: dict[str, Any], dtype: Any) -> list[tuple[Any, jax.Array]]:
+def some_lengths(rng: Rng, shape: dict[str, Any], dtype: Any) -> tuple[Any, jax.Array]:
     """What to give the kernel, and what it means: every query sees a key; none for one dtype."""
     b, n, m = shape["b"], shape["n"], shape["m"]
     some = jnp.asarray(rng.integers(n, m + 1, b), jnp.int32)
-    everything = [(None, jnp.full(b, m, jnp.int32))] if dtype == jnp.float32 else []
-    return [*everything, (some, some)]
+    return (None, jnp.full(b, m, jnp.int32)) if dtype == jnp.float32 else (some, some)
 
 
 # Reference
@@ -61,12 +67,15 @@ def test_references_are_the_loop(rng: Rng, shape: dict[str, Any]) -> None:
     xs = factors(rng, **shape)
     lengths = jnp.asarray(rng.integers(0, shape["m"] + 1, shape["b"]), jnp.int32)
     out, lse = loop(xs, lengths)
-    got = pallas_ops.reference.tpa_decode_with_lse(*xs, lengths=lengths)
-    assert_close(got, (out, lse), terms=shape["m"])
-    naive = pallas_ops.reference.tpa_decode_naive(*xs, lengths=lengths)
-    assert_close(naive, out, terms=shape["m"])
-    full = pallas_ops.reference.tpa_decode(*xs)
-    assert_close(full, loop(xs, [shape["m"]] * shape["b"])[0], terms=shape["m"])
+    whole, _ = loop(xs, [shape["m"]] * shape["b"])
+    reference = pallas_ops.reference
+
+    @jax.jit
+    def all_three(*xs: Any) -> Any:
+        got = reference.tpa_decode_with_lse(*xs, lengths=lengths)
+        return got, reference.tpa_decode_naive(*xs, lengths=lengths), reference.tpa_decode(*xs)
+
+    assert_close(all_three(*xs), ((out, lse), out, whole), terms=shape["m"])
 
 
 def test_scales_multiply_what_they_name(rng: Rng) -> None:
@@ -104,16 +113,31 @@ def test_scales_of_other_dtypes_lose_nothing(rng: Rng, implementation: Any) -> N
     assert_close(both(implementation, **scales)(*xs), both("xla", **numbers)(*xs), terms=40)
 
 
-# Forward
+# Forward and gradient
+
+
+def pulled(implementation: Any, window: int | None = None) -> Callable[..., Any]:
+    """Of factors, lengths and cotangents: the results, and the gradients of the factors."""
+
+    def run(xs: tuple[jax.Array, ...], lengths: Any, cotangents: Any) -> Any:
+        options: Any = dict(lengths=lengths, implementation=implementation, window=window)
+        out, pull = jax.vjp(partial(pallas_ops.tpa_decode_with_lse, **options), *xs)
+        return out, pull(cotangents)
+
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES))
-def test_forward_is_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], dtype: Any) -> None:
+def test_kernels_are_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], dtype: Any) -> None:
     xs = factors(rng, dtype, **shape)
-    kernel, reference = both(KERNEL), both("xla")
-    for given, lengths in lengths_to_try(rng, shape, dtype):
-        got, own = kernel(*xs, lengths=given), reference(*xs, lengths=lengths)
-        assert_as_good_as_reference(got, own, loop(xs, lengths))
+    cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
+    given, lengths = some_lengths(rng, shape, dtype)
+    got, own = pulled(KERNEL)(xs, given, cotangents), pulled("xla")(xs, lengths, cotangents)
+    assert_as_good_as_reference(got[0], own[0], loop(xs, lengths))
+    # The hardware's exp2 is off by 2 ulps, and the terms of a softmax's gradient cancel.
+    floor = (16 if dtype == jnp.float32 else 4) * EPS32
+    truth = loop_gradients(xs, lengths, cotangents)
+    assert_as_good_as_reference(got[1], own[1], truth, floor=floor)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -124,7 +148,7 @@ def test_scores_in_the_tens_keep_their_precision(rng: Rng, dtype: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES[1:]))
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(MIXED, DTYPES[1:]))
 def test_float32_queries_beside_a_cache_of_16_bits(
     rng: Rng, shape: dict[str, Any], dtype: Any
 ) -> None:
@@ -138,11 +162,9 @@ def test_float32_queries_beside_a_cache_of_16_bits(
     assert [x.dtype for x in jax.tree.leaves(got[1])] == [x.dtype for x in jax.tree.leaves(xs)]
     # Up to six products of the tensor cores, which truncate, are added for one of the reference.
     assert_as_good_as_reference(got[0], own[0], loop(xs, lengths), floor=8 * EPS32)
-    wide = in_float64(
-        lambda xs, weights: jax.vjp(both("xla", lengths=lengths), *xs)[1](weights), xs, weights
-    )
-    # As of float32 factors, below.
-    assert_as_good_as_reference(got[1], own[1], wide, floor=16 * EPS32)
+    # As of float32 factors, above.
+    truth = loop_gradients(xs, lengths, weights)
+    assert_as_good_as_reference(got[1], own[1], truth, floor=16 * EPS32)
 
 
 CONFIGS = [
@@ -234,32 +256,6 @@ def test_nan_in_the_cache_reaches_its_own_batch_element_only(rng: Rng, implement
 # Gradient
 
 
-def pull(
-    xs: tuple[jax.Array, ...],
-    lengths: Any,
-    cotangents: Any,
-    *,
-    implementation: Any = "xla",
-    window: int | None = None,
-) -> Any:
-    options: Any = dict(implementation=implementation, window=window)
-    f = partial(pallas_ops.tpa_decode_with_lse, lengths=lengths, **options)
-    return jax.vjp(f, *xs)[1](cotangents)
-
-
-@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES))
-def test_gradient_is_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], dtype: Any) -> None:
-    xs = factors(rng, dtype, **shape)
-    cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
-    kernel = jax.jit(partial(pull, implementation=KERNEL))
-    for given, lengths in lengths_to_try(rng, shape, dtype):
-        got, own = kernel(xs, given, cotangents), jax.jit(pull)(xs, lengths, cotangents)
-        truth = in_float64(pull, xs, lengths, cotangents)
-        # The hardware's exp2 is off by 2 ulps, and the terms of a softmax's gradient cancel.
-        floor = (16 if dtype == jnp.float32 else 4) * EPS32
-        assert_as_good_as_reference(got, own, truth, floor=floor)
-
-
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])
 def test_one_key_takes_all_attention(rng: Rng, implementation: Any) -> None:
     xs = factors(rng, m=1)
@@ -271,7 +267,7 @@ def test_one_key_takes_all_attention(rng: Rng, implementation: Any) -> None:
         assert_close(grad, np.zeros(grad.shape), scale=1.0)
 
 
-@pytest.mark.parametrize("implementation", ["xla", None, KERNEL])
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
 def test_gradient_of_keys_that_do_not_exist_is_zero(rng: Rng, implementation: Any) -> None:
     xs = factors(rng, b=3, m=40)
     lengths = jnp.asarray([0, 7, 40], jnp.int32)
@@ -302,8 +298,7 @@ def test_gradient_of_many_rows_falls_back(rng: Rng) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("shape", "full"), in_turn(WINDOWS, [False, True]))
+@pytest.mark.parametrize(("shape", "full", "dtype"), in_turn(WINDOWS, QUERIES))
 def test_a_window_is_the_last_keys(rng: Rng, shape: dict[str, Any], full: bool, dtype: Any) -> None:
     """Keys that no query sees may hold anything, and have no gradient."""
     sizes = dict(shape)
@@ -316,14 +311,11 @@ def test_a_window_is_the_last_keys(rng: Rng, shape: dict[str, Any], full: bool, 
         x if x is None or x.shape[1] != m else jnp.where(gone[..., None], jnp.nan, x) for x in xs
     )
     poisoned = (aq, *cache, bq, bk, bv)
-    own, got = (both(i, lengths=lengths, window=window)(*poisoned) for i in ("xla", KERNEL))
-    assert_as_good_as_reference(got, own, loop(xs, lengths, window))
-
-    cotangents = random_cotangents(rng, got)
-    pulls = (partial(pull, implementation=i, window=window) for i in ("xla", KERNEL))
-    own, got = (jax.jit(p)(poisoned, lengths, cotangents) for p in pulls)
-    truth = in_float64(partial(pull, window=window), xs, lengths, cotangents)
-    assert_as_good_as_reference(got, own, truth, floor=16 * EPS32)
+    cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
+    own, got = (pulled(i, window)(poisoned, lengths, cotangents) for i in ("xla", KERNEL))
+    assert_as_good_as_reference(got[0], own[0], loop(xs, lengths, window))
+    truth = loop_gradients(xs, lengths, cotangents, window)
+    assert_as_good_as_reference(got[1], own[1], truth, floor=16 * EPS32)
 
 
 def test_a_window_of_all_keys_is_none(rng: Rng) -> None:
@@ -333,8 +325,7 @@ def test_a_window_of_all_keys_is_none(rng: Rng) -> None:
         assert str(program) == str(jax.make_jaxpr(pallas_ops.tpa_decode)(*xs))
 
 
-@pytest.mark.parametrize("implementation", ["xla", KERNEL])
-@pytest.mark.parametrize("window", [None, 520])
+@pytest.mark.parametrize(("window", "implementation"), in_turn([None, 520], [KERNEL, "xla"]))
 def test_bits_know_nothing_of_the_batch(rng: Rng, window: int | None, implementation: Any) -> None:
     """Nor of the others' lengths. The kernel's output knows nothing of the cache's size either.
 
