@@ -119,8 +119,7 @@ def test_16_bits_are_as_good_as_the_reference(rng: Rng, axis: int, config: Any, 
 # Laws
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("axis", "reverse"), [(0, False), (1, True)])
 @pytest.mark.parametrize(
     ("implementation", "config"),
     [("xla", None), (KERNEL, LogcumsumexpConfig(block_n=16, block_c=16, block_exact=16))],

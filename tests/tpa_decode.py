@@ -53,10 +53,12 @@ class Head(NamedTuple):
     scores: Float64
 
 
-def _widened(xs: tuple[Any, ...]) -> Any:
+def _widened(xs: tuple[Any, ...]) -> list[Any]:
     """In float64, all with an axis of ranks."""
-    arrays = [None if x is None else np.asarray(x, np.float64) for x in xs]
-    return [x[:, :, None] if i in (1, 2, 4, 5) and x.ndim == 3 else x for i, x in enumerate(arrays)]
+    arrays: list[Any] = [None if x is None else np.asarray(x, np.float64) for x in xs]
+    for i in (1, 2, 4, 5):
+        arrays[i] = arrays[i].reshape(*arrays[i].shape[:2], -1, arrays[i].shape[-1])
+    return arrays
 
 
 def heads(xs: Any, lengths: Any, window: int | None) -> Iterator[Head]:
