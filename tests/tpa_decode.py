@@ -76,10 +76,10 @@ def heads(xs: Any, lengths: Any, window: int | None) -> Iterator[Head]:
 
 def loop(xs: tuple[Any, ...], lengths: Any, window: int | None = None) -> tuple[Float64, Float64]:
     """Output and log-sum-exp, one query and head at a time, in float64."""
-    xs = _widened(xs)
-    shape = xs[0].shape[:3]
-    out, lse = np.zeros((*shape, xs[5].shape[-1])), np.full(shape, -np.inf)
-    for head in heads(xs, lengths, window):
+    wide = _widened(xs)
+    shape = wide[0].shape[:3]
+    out, lse = np.zeros((*shape, wide[5].shape[-1])), np.full(shape, -np.inf)
+    for head in heads(wide, lengths, window):
         p = np.exp(head.scores - head.scores.max())
         out[head.at] = p @ head.values / p.sum()
         lse[head.at] = np.log(p.sum()) + head.scores.max()
