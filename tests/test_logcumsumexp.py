@@ -16,6 +16,7 @@ from tests.support import (
     assert_close,
     case,
     in_float64,
+    in_turn,
     kernel_implementation,
     random_array,
     to_float64,
@@ -99,16 +100,17 @@ def test_a_long_odd_axis(rng: Rng, options: dict[str, Any]) -> None:
         assert (np.abs(to_float64(g) - w) <= 1e-5 * size + 1e-30).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(
-    ("axis", "config"),
-    [
-        (0, LogcumsumexpConfig(block_n=32, block_c=4, block_exact=32)),
-        (0, LogcumsumexpConfig(block_n=2, block_c=8, num_segments=2)),
-        (1, LogcumsumexpConfig(block_n=32, block_c=4, block_exact=32)),
-    ],
-)
-def test_16_bits_are_as_good_as_the_reference(rng: Rng, axis: int, config: Any, dtype: Any) -> None:
+SIXTEEN_BITS = [
+    case(axis=0, block_n=32, block_c=4, block_exact=32),
+    case(axis=0, block_n=2, block_c=8, num_segments=2),
+    case(axis=1, block_n=32, block_c=4, block_exact=32),
+]
+
+
+@pytest.mark.parametrize(("launch", "dtype"), in_turn(SIXTEEN_BITS, [jnp.bfloat16, jnp.float16]))
+def test_16_bits_are_as_good_as_the_reference(rng: Rng, launch: Any, dtype: Any) -> None:
+    axis = launch["axis"]
+    config = LogcumsumexpConfig(**{k: v for k, v in launch.items() if k != "axis"})
     xs = arguments(rng, (40, 40), axis, dtype)
     got = pulled(KERNEL, axis=axis, config=config)(*xs)
     assert got[0].dtype == got[2].dtype == dtype

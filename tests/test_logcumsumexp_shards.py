@@ -190,7 +190,7 @@ def test_second_derivatives_and_vmap(rng: Rng, implementation: Any) -> None:
     over = jax.shard_map(
         lambda x: fn(x, "x"), mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x")
     )
-    assert_close(jax.jit(over)(x), fn(x), terms=12)
+    assert_close(jax.jit(over)(x), jax.jit(fn)(x), terms=12)
     assert_close(second(over)(x), second(fn)(x), terms=64)
     (placed,) = shards.placed(mesh, (x,), (P(None, "x"),))
     assert_close(second(fn)(placed), second(fn)(x), terms=64)
@@ -209,7 +209,7 @@ def test_explicit_types(rng: Rng) -> None:
 
 @pytest.mark.slow
 def test_no_exchange_is_larger_than_the_states(rng: Rng) -> None:
-    """On eight CPUs, and compiled for eight H200s."""
+    """On eight CPUs; on eight H200s, below."""
     b, n, c = 2, 1024, 3
     xs = arguments(rng, (b, n, c), 1)
     largest, args = 8 * 3 * b * c, (*xs[:2], xs[2:])
@@ -221,14 +221,6 @@ def test_no_exchange_is_larger_than_the_states(rng: Rng) -> None:
     of_plain = shards.exchanges(shards.compiled(run, *placed[:2], placed[2:])[1])
     assert of_plain.keys() == {"all-gather"}
     assert max(of_named["all-gather"] + of_plain["all-gather"]) <= largest
-
-    mesh = h200.h200_mesh(x=8)
-    for fn in (by_name(mesh), run):
-        program = h200.compile_for_h200(partial(flat_cotangents, fn), *xs, mesh=mesh, specs=NAMES)
-        found = shards.exchanges(program.hlo)
-        assert found.keys() == {"all-gather"}
-        assert max(found["all-gather"]) <= largest
-        assert program.collectives == {"all-gather": 2}
 
 
 @pytest.mark.slow
@@ -263,7 +255,7 @@ def test_kernels_of_a_shard(rng: Rng, axis: int, reverse: bool) -> None:
 
 @pytest.mark.slow
 def test_h200s_launch_every_kernel_once() -> None:
-    """By name and by jit: XLA sees that both passes need the same totals and states.
+    """By name and by jit, and exchange states alone: both passes need the same, as XLA sees.
 
     Since JAX 0.11 it may see different source locations where totals are launched.
     """
@@ -281,6 +273,7 @@ def test_h200s_launch_every_kernel_once() -> None:
         names = ("logcumsumexp", "logcumsumexp_backward")
         assert launches == {f"pallas_ops_{n}{k}": 1 for n in names for k in ("", "_totals")}
         assert program.collectives == {"all-gather": 2}
+        assert max(shards.exchanges(program.hlo)["all-gather"]) <= 8 * 3 * 2 * 64
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.support import random_array
 
 Rng = np.random.Generator
 Float64 = npt.NDArray[np.float64]
+DTYPES8 = [jnp.int8, jnp.float8_e4m3fn]
 
 
 def factors(
@@ -53,7 +54,7 @@ class Head(NamedTuple):
     scores: Float64
 
 
-def _widened(xs: tuple[Any, ...]) -> list[Any]:
+def _in_float64(xs: tuple[Any, ...]) -> list[Any]:
     """In float64, all with an axis of ranks."""
     arrays: list[Any] = [None if x is None else np.asarray(x, np.float64) for x in xs]
     for i in (1, 2, 4, 5):
@@ -76,7 +77,7 @@ def heads(xs: Any, lengths: Any, window: int | None) -> Iterator[Head]:
 
 def loop(xs: tuple[Any, ...], lengths: Any, window: int | None = None) -> tuple[Float64, Float64]:
     """Output and log-sum-exp, one query and head at a time, in float64."""
-    wide = _widened(xs)
+    wide = _in_float64(xs)
     shape = wide[0].shape[:3]
     out, lse = np.zeros((*shape, wide[5].shape[-1])), np.full(shape, -np.inf)
     for head in heads(wide, lengths, window):
@@ -90,7 +91,7 @@ def loop_gradients(
     xs: tuple[Any, ...], lengths: Any, cotangents: Any, window: int | None = None
 ) -> tuple[Any, ...]:
     """Of the factors, in float64, for cotangents of output and log-sum-exp; None for no bq."""
-    aq, ak, av, bq, bk, bv = wide = _widened(xs)
+    aq, ak, av, bq, bk, bv = wide = _in_float64(xs)
     grads = [None if x is None else np.zeros(x.shape) for x in wide]
     daq, dak, dav, dbq, dbk, dbv = cast(Any, grads)
     for (i, j, k), seen, q, keys, values, scores in heads(wide, lengths, window):
@@ -114,3 +115,27 @@ def loop_gradients(
 def both(implementation: Any = None, **kwargs: Any) -> Callable[..., Any]:
     """Output and log-sum-exp, compiled."""
     return jax.jit(partial(pallas_ops.tpa_decode_with_lse, implementation=implementation, **kwargs))
+
+
+def pulled(implementation: Any, window: int | None = None) -> Callable[..., Any]:
+    """Of factors, lengths and cotangents: the results, and the gradients of the factors."""
+
+    def run(xs: tuple[jax.Array, ...], lengths: Any, cotangents: Any) -> Any:
+        options: Any = dict(lengths=lengths, implementation=implementation, window=window)
+        out, pull = jax.vjp(partial(pallas_ops.tpa_decode_with_lse, **options), *xs)
+        return out, pull(cotangents)
+
+    return jax.jit(run)
+
+
+def quantised(xs: Any, dtype8: Any) -> tuple[Any, ...]:
+    """Factors, keys' and values' features in eight bits."""
+    aq, ak, av, bq, bk, bv = xs
+    ak, bk = pallas_ops.quantize_tpa_factors(ak, bk, dtype8)
+    av, bv = pallas_ops.quantize_tpa_factors(av, bv, dtype8)
+    return aq, ak, av, bq, bk, bv
+
+
+def widened(xs: Any) -> tuple[Any, ...]:
+    """The same numbers in the dtype of the others."""
+    return (*xs[:4], *(x.astype(xs[1].dtype) for x in xs[4:]))
