@@ -31,14 +31,16 @@ QUERIES = [
 WINDOWS = [case(n=1, m=200, window=70), case(n=3, m=70, window=1), case(n=3, m=70, h=17, window=33)]
 
 
-@pytest.mark.parametrize("implementation", ["xla", KERNEL])
-@pytest.mark.parametrize("n", [1, 4])
-def test_keys_beyond_the_length_do_not_exist(rng: Rng, n: int, implementation: Any) -> None:
-    aq, ak, av, bq, bk, bv = factors(rng, b=5, n=n, m=40)
+@pytest.mark.parametrize("implementation", [KERNEL, "xla"])
+@pytest.mark.parametrize(("n", "ranks"), [(4, 3), (1, None)])
+def test_keys_beyond_the_length_do_not_exist(
+    rng: Rng, n: int, ranks: int | None, implementation: Any
+) -> None:
+    aq, ak, av, bq, bk, bv = factors(rng, b=5, n=n, m=40, rk=ranks, rv=ranks)
     lengths = jnp.asarray([0, 1, 17, 40, 99], jnp.int32)
-    gone = jnp.arange(40)[None, :, None] >= lengths[:, None, None]
+    gone = np.arange(40)[None, :] >= np.asarray(lengths)[:, None]
     poisoned = [
-        jnp.where(gone, bad, x)
+        jnp.where(gone.reshape(*gone.shape, *(1,) * (x.ndim - 2)), bad, x)
         for x, bad in zip((ak, av, bk, bv), (jnp.nan, jnp.inf) * 2, strict=True)
     ]
     xs = (aq, *poisoned[:2], bq, *poisoned[2:])
