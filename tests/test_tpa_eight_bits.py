@@ -99,8 +99,8 @@ EIGHT_BITS = [
     pytest.param(d8, d, id=f"{d8.__name__}-{d.__name__}")
     for d8, d in [
         (jnp.int8, jnp.bfloat16),
-        (jnp.float8_e4m3fn, jnp.bfloat16),
         (jnp.int8, jnp.float32),
+        (jnp.float8_e4m3fn, jnp.bfloat16),
         (jnp.float8_e4m3fn, jnp.float16),
     ]
 ]
