@@ -15,13 +15,17 @@ Axes = Sequence[int | None]  # in_axes
 def loop(fn: Callable[..., Any], in_axes: Axes) -> Callable[..., Any]:
     """What `jax.vmap(fn, in_axes)` means."""
 
-    def looped(*xs: jax.Array) -> Any:
-        size = next(x.shape[a] for x, a in zip(xs, in_axes, strict=True) if a is not None)
+    def looped(*xs: Any) -> Any:
+        # JAX compiles a program for each shape that it takes apart or stacks; NumPy does not.
+        traced = any(isinstance(x, jax.core.Tracer) for x in xs)
+        arrays: Any = jnp if traced else np
+        xs = xs if traced else tuple(map(np.asarray, xs))
+        pairs = list(zip(xs, in_axes, strict=True))
+        size = next(x.shape[a] for x, a in pairs if a is not None)
         parts = [
-            fn(*(x if a is None else jnp.take(x, i, a) for x, a in zip(xs, in_axes, strict=True)))
-            for i in range(size)
+            fn(*(x if a is None else arrays.take(x, i, a) for x, a in pairs)) for i in range(size)
         ]
-        return jax.tree.map(lambda *ys: jnp.stack(ys), *parts)
+        return jax.tree.map(lambda *ys: arrays.stack(ys), *parts)
 
     return looped
 
@@ -32,7 +36,7 @@ def batched(rng: np.random.Generator, op: TestedOp, *levels: Axes) -> tuple[jax.
     def argument(i: int, axes: list[int]) -> jax.Array:
         if not axes:
             return op.argument(rng, i)
-        return jnp.stack([argument(i, axes[1:]) for _ in range(2)], axes[0])
+        return jnp.asarray(np.stack([argument(i, axes[1:]) for _ in range(2)], axes[0]))
 
     return tuple(
         argument(i, [axis for axes in levels if (axis := axes[i]) is not None])

@@ -89,7 +89,7 @@ def _compiled(kernel: Callable[..., Any], operands: Any) -> tuple[ptx.Program, t
         lowered = h200.lower_for_h200(kernel, *operands)
         text = lowered.as_text()
         if text not in _PROGRAMS:
-            _PROGRAMS[text] = _parsed(h200.compile_lowered(lowered, assembled=False))
+            _PROGRAMS[text] = _parsed(h200.compile_lowered(lowered))
     return _PROGRAMS[text]
 
 

@@ -1,7 +1,8 @@
 """The compiler beside a card that is not there: an H200, or another one (`instead`).
 
 XLA's GPU plugin compiles for a described device, so Triton, LLVM and ptxas give here, on any CPU,
-the errors, registers and spills they would give beside an NVIDIA H200. Nothing is run.
+the errors, registers and spills they would give beside an NVIDIA H200. ptxas takes long, and runs
+where a test asks for `Program.kernels`. Nothing is run.
 """
 
 import collections
@@ -65,7 +66,11 @@ class Program:
 
     @functools.cached_property
     def kernels(self) -> tuple[ptxas.Kernel, ...]:
-        """Every kernel of the program, ours and XLA's own, by name; a Pallas kernel keeps its."""
+        """What ptxas makes of each kernel, ours and XLA's own, by name; a Pallas kernel keeps its.
+
+        Raises:
+          subprocess.CalledProcessError: where ptxas refuses one.
+        """
         return ptxas.kernels(self.ptx)
 
     @functools.cached_property
@@ -114,7 +119,7 @@ def compile_for_h200(
       specs: how each argument (all of its leaves) is sharded over the mesh; replicated if None.
 
     Raises:
-      jax.errors.JaxRuntimeError: where XLA, Triton or ptxas refuses the program.
+      jax.errors.JaxRuntimeError: where XLA or Triton refuses the program.
     """
     return compile_lowered(lower_for_h200(fn, *args, mesh=mesh, specs=specs))
 
@@ -136,12 +141,11 @@ def lower_for_h200(
     return lowered
 
 
-def compile_lowered(lowered: jax.stages.Lowered, *, assembled: bool = True) -> Program:
-    """What is left of `compile_for_h200` after `lower_for_h200`; ptxas only if `assembled`."""
+def compile_lowered(lowered: jax.stages.Lowered) -> Program:
+    """What is left of `compile_for_h200` after `lower_for_h200`."""
     # Options of this one compilation: in XLA_FLAGS that of the emitter breaks XLA for CPUs.
     options: dict[str, Any] = {"xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
-    if not assembled:
-        options["xla_gpu_cuda_data_dir"] = ptxas.pretended()
+    options["xla_gpu_cuda_data_dir"] = ptxas.pretended()
     with on_h200(), tempfile.TemporaryDirectory() as dump:
         compiled = lowered.compile({"xla_dump_to": dump} | options)
         ptx = tuple(path.read_text() for path in sorted(pathlib.Path(dump).rglob("*.ptx")))

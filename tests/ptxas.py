@@ -56,7 +56,7 @@ def folders(module: str) -> list[str]:
 
 @functools.cache
 def pretended() -> str:
-    """A folder of CUDA whose assembler makes empty files: for who wants PTX, in 3/4 of the time."""
+    """A folder of CUDA whose assembler makes empty files: XLA gives PTX in 3/4 of the time."""
     real = pathlib.Path(str(executable()))
     folder = pathlib.Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

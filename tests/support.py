@@ -155,7 +155,7 @@ def value_and_vjp(
     return out, grads
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def _with_vjp(fn: Callable[..., Any]) -> Any:
     """One function for each `fn`, so that its compilations are shared."""
 

@@ -18,6 +18,7 @@ from tests.support import (
     assert_as_good_as_reference,
     assert_close,
     case,
+    in_turn,
     kernel_implementation,
     random_array,
     value_and_vjp,
@@ -68,8 +69,7 @@ def test_references_have_the_ops_arguments(rng: Rng) -> None:
 # Forward and gradient
 
 
-@every_mode
-@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize(("case", "mode"), in_turn(SHAPES, MODES))
 def test_kernel_is_the_loop(rng: Rng, case: dict[str, Any], mode: dict[str, Any]) -> None:
     options = {k: v for k, v in case.items() if k != "shape"} | mode
     xs = arguments(rng, case["shape"])
@@ -110,8 +110,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("mode", MODES[2:4] + MODES[5:])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("config", "mode"), in_turn(CONFIGS, MODES[2:4] + MODES[5:]))
 def test_every_config_is_the_loop(rng: Rng, config: dict[str, Any], mode: dict[str, Any]) -> None:
     axis = config["axis"]
     options: dict[str, Any] = dict(axis=axis, chunk_size=19, **mode)
@@ -139,8 +138,7 @@ def test_segments_are_the_loop(rng: Rng, case: dict[str, Any], mode: dict[str, A
 PACKED = [[0, 13, 13, 14, 40], [5, 9, 20, 30, 33], [0, 0, 0, 0, 0], [40, 40, 40, 40, 40]]
 
 
-@every_mode
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("mode", "axis"), in_turn(MODES, [0, 1]))
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])
 def test_packed_sequences_compile_once(
     rng: Rng, implementation: Any, axis: int, mode: dict[str, Any]

@@ -88,8 +88,7 @@ RANGES: dict[str, Callable[[Rng, int], Any]] = {
         case(count=8, length=1, reverse=True),
         case(count=3, length=600, reverse=True),  # by jit, shards' states are saved
         case(count=2, length=700),
-        case(count=3, length=40, implementation="interpret"),
-        case(count=8, length=7, implementation="interpret", reverse=True),
+        case(count=3, length=5, implementation="interpret", reverse=True),
         case(count=3, length=5, implementation="xla", reverse=True),
     ],
 )
@@ -109,8 +108,7 @@ def test_exact_for_every_range(rng: Rng, options: dict[str, Any]) -> None:
         assert_exact(flat(plain(*placed[:2], placed[2:])), want, do, 1)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("value", "reverse"), [(np.nan, True), (np.inf, False)])
 def test_nan_and_inf_act_from_their_position_on(rng: Rng, value: float, reverse: bool) -> None:
     """In results as in gradients, those of one device."""
     mesh = shards.line(8)
@@ -195,7 +193,7 @@ def test_second_derivatives_and_vmap(rng: Rng, implementation: Any) -> None:
     over = jax.shard_map(
         lambda x: fn(x, "x"), mesh=mesh, in_specs=P(None, "x"), out_specs=P(None, "x")
     )
-    assert_close(jax.jit(over)(x), fn(x), terms=12)
+    assert_close(jax.jit(over)(x), jax.jit(fn)(x), terms=12)
     assert_close(second(over)(x), second(fn)(x), terms=64)
     (placed,) = shards.placed(mesh, (x,), (P(None, "x"),))
     assert_close(second(fn)(placed), second(fn)(x), terms=64)
@@ -214,7 +212,7 @@ def test_explicit_types(rng: Rng) -> None:
 
 @pytest.mark.slow
 def test_no_exchange_is_larger_than_the_states(rng: Rng) -> None:
-    """On eight CPUs, and compiled for eight H200s."""
+    """On eight CPUs; on eight H200s, below."""
     b, n, c = 2, 1024, 3
     xs = arguments(rng, (b, n, c), 1)
     largest, args = 8 * 3 * b * c, (*xs[:2], xs[2:])
@@ -225,20 +223,12 @@ def test_no_exchange_is_larger_than_the_states(rng: Rng) -> None:
     placed = shards.placed(shards.line(8), xs, NAMES)
     of_plain = shards.exchanges(shards.compiled(run, *placed[:2], placed[2:])[1])
     assert of_plain.keys() == {"all-gather"}
+    assert len(of_plain["all-gather"]) == 2
     assert max(of_named["all-gather"] + of_plain["all-gather"]) <= largest
-
-    mesh = h200.h200_mesh(x=8)
-    for fn in (by_name(mesh), run):
-        program = h200.compile_for_h200(partial(flat_cotangents, fn), *xs, mesh=mesh, specs=NAMES)
-        found = shards.exchanges(program.hlo)
-        assert found.keys() == {"all-gather"}
-        assert max(found["all-gather"]) <= largest
-        assert program.collectives == {"all-gather": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", [1, 2])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("axis", "reverse"), [(1, False), (1, True), (2, True)])
 def test_kernels_of_a_shard(rng: Rng, axis: int, reverse: bool) -> None:
     """Emulated or on a GPU: the totals of both passes, and a scan that starts from a pair."""
     passes = ops(axis, 2 - axis)
@@ -271,7 +261,7 @@ def test_kernels_of_a_shard(rng: Rng, axis: int, reverse: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_state", [False, True])
 def test_h200s_launch_every_kernel_once(has_state: bool) -> None:
-    """By name and by jit: XLA sees that both passes need the same totals and states."""
+    """By name and by jit, and exchange states alone: both passes need the same, as XLA sees."""
     count, b = (8, 2) if has_state else (2, 1)  # axes of size 1 are written in other ways
     x = jax.ShapeDtypeStruct((b, 65536, 64), jnp.bfloat16)
     mesh = h200.h200_mesh(x=count)
@@ -292,6 +282,7 @@ def test_h200s_launch_every_kernel_once(has_state: bool) -> None:
         names = ("logcumsumexp", "logcumsumexp_backward")
         assert launches == {f"pallas_ops_{n}{k}": 1 for n in names for k in ("", "_totals")}
         assert program.collectives == {"all-gather": 2}
+        assert max(shards.exchanges(program.hlo)["all-gather"]) <= 8 * 3 * 2 * 64
 
 
 @pytest.mark.parametrize(

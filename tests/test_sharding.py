@@ -56,7 +56,8 @@ def summing(op: TestedOp, layout: Layout) -> set[str]:
 
 
 def layouts(op: TestedOp) -> list[Layout]:
-    one: list[Layout] = [{axis: "x"} for axis in op.split]
+    """One axis, each pair of them, and one over both axes of the mesh."""
+    one: list[Layout] = [{op.split[0]: "x"}]
     two: list[Layout] = [{a: "x", b: "y"} for a, b in itertools.combinations(op.split, 2)]
     return [*one, *two, {op.split[0]: ("x", "y")}]
 
@@ -106,27 +107,26 @@ def test_other_axes_are_gathered(rng: Rng, op: TestedOp, layout: Layout) -> None
     assert_close(got, grads[: op.num_floating], terms=TERMS)
 
 
-MERGED_KINDS = [
-    pytest.param(1, AxisType.Auto, None, id="default"),
-    pytest.param(3, AxisType.Explicit, "interpret", id="explicit"),
-    pytest.param(1, AxisType.Auto, "interpret", id="interpret"),
-]
-
-
 def merged(op: TestedOp) -> list[Any]:
+    """Kernels of shards are interpreted in the files of the ops, which takes long to compile."""
     (axis,) = op.merged
-    layouts: list[Layout] = [{axis: "x"}, {op.split[0]: "y", axis: "x"}, {axis: ("y", "x")}]
-    params = [pytest.param(op, x, id=f"{words(op)}-{words(x)}") for x in layouts]
-    return in_turn(params, MERGED_KINDS)
+    cases: list[tuple[Layout, int, AxisType]] = [
+        ({axis: "x"}, 3, AxisType.Explicit),
+        ({op.split[0]: "y", axis: "x"}, 1, AxisType.Auto),
+        ({axis: ("y", "x")}, 1, AxisType.Auto),
+    ]
+    return [
+        pytest.param(op, *case, id=f"{words(op)}-{words(case[0])}-{case[2].name}") for case in cases
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("op", "layout", "n", "kind", "implementation"),
+    ("op", "layout", "n", "kind"),
     [case for op in OPS for case in merged(op)],
 )
 def test_parts_of_an_axis_are_merged_in_one_exchange(
-    rng: Rng, op: TestedOp, layout: Layout, n: int, kind: AxisType, implementation: Any
+    rng: Rng, op: TestedOp, layout: Layout, n: int, kind: AxisType
 ) -> None:
     """Of the results; with gradients, the sum of those of what all shards have."""
     mesh = cpu_mesh(kind)
@@ -136,8 +136,8 @@ def test_parts_of_an_axis_are_merged_in_one_exchange(
     with jax.set_mesh(mesh):
         xs = place(mesh, xs, op.operands, layout)
         weights = place(mesh, weights, op.results, layout)
-        out, of_results = run(compiled(op, implementation), *xs)
-        got, of_all = run(pullback(op, compiled(op, implementation)), weights, xs)
+        out, of_results = run(compiled(op, None), *xs)
+        got, of_all = run(pullback(op, compiled(op, None)), weights, xs)
     assert sum(of_results.values()) == 1
     assert_close(out, want, terms=TERMS)
     assert_sharded(got, op.operands[: op.num_floating], mesh, layout)
@@ -152,7 +152,7 @@ def test_parts_of_a_cache_without_lengths(rng: Rng) -> None:
     """Where shards need some: several queries, a window; under vmap, and with all of the digits."""
     op, mesh = OPS[0], cpu_mesh()
     layout = {"m": "x"}
-    for n, window in ((1, None), (3, None), (1, 9)):
+    for n, window in ((3, None), (1, 9)):
         fn = partial(pallas_ops.tpa_decode, implementation="interpret", window=window)
         xs = op.arguments(rng, jnp.bfloat16, n=n, m=32)[:6]
         placed = place(mesh, xs, op.operands[:6], layout)
@@ -178,7 +178,7 @@ def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bo
     kept = {axis: name for axis, name in layout.items() if axis in op.split}
     xs = op.even_arguments(rng)
     weights = random_weights(rng, op, xs)
-    want = pullback(op, compiled(op, "xla"))(weights, xs)
+    _, want = value_and_vjp(compiled(op, "xla"), xs, weights)
 
     def fn(*xs: jax.Array) -> Arrays:
         out = compiled(op, "interpret")(2 * xs[0], *xs[1:])
@@ -195,7 +195,11 @@ def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bo
     assert whole or collectives.keys() == summing(op, layout)
 
 
-@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize(
+    ("layout", "implementation"),
+    [({"b": "x", "h": "y"}, None), ({"n": "x"}, "xla")],
+    ids=["split", "merged"],
+)
 @pytest.mark.parametrize(
     "fn",
     [
@@ -205,7 +209,6 @@ def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bo
         partial(pallas_ops.chunk_cumsum_decay, cu_seqlens=[0, 3, 8]),
     ],
 )
-@pytest.mark.parametrize("layout", [{"b": "x", "h": "y"}, {"n": "x"}], ids=words)
 def test_references_keep_explicit_types(
     rng: Rng, fn: Any, implementation: Any, layout: Layout
 ) -> None:
@@ -227,8 +230,10 @@ def test_references_keep_explicit_types(
     assert_sharded((got,), ("b n h d",), mesh, layout)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret", None])
-@pytest.mark.parametrize("theta", [(1, 8), (1, 1), (2, 8), (2, 4)])
+@pytest.mark.parametrize(
+    ("theta", "implementation"),
+    in_turn([(1, 8), (1, 1), (2, 8), (2, 4)], ["xla", "interpret", None]),
+)
 def test_features_that_explicit_axes_split(
     rng: Rng, theta: tuple[int, int], implementation: Any
 ) -> None:
@@ -280,8 +285,7 @@ def test_output_features_split_further_than_in_two(rng: Rng, implementation: Any
     assert_sharded((out,), ("b n h e",), mesh, {"e": "x"})
 
 
-@pytest.mark.parametrize("names", ["xy", "yx"])
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("names", "order"), [("xy", 1), ("yx", -1)])
 def test_names_of_two_mesh_axes_on_one_array_axis(rng: Rng, names: str, order: int) -> None:
     """The major one first, over devices in any order; the result stays split so."""
     devices = np.array(jax.devices("cpu")[:8][::order]).reshape(2, 4)
@@ -309,8 +313,7 @@ def test_gspmd(rng: Rng) -> None:
     assert_sharded((out,), ("b n c",), mesh, layout)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpret", None])
-@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize(("prefix", "implementation"), in_turn([0, 1], ["xla", "interpret", None]))
 def test_angles_that_explicit_axes_split(rng: Rng, prefix: int, implementation: Any) -> None:
     """Positions split along the sequence, theta along its features; with all gradients."""
     mesh = cpu_mesh(AxisType.Explicit)
@@ -367,11 +370,11 @@ def test_vmap(rng: Rng, op: TestedOp) -> None:
     mesh = cpu_mesh()
     pairs = zip(op.even_arguments(rng), op.even_arguments(rng), strict=True)
     xs = tuple(map(jnp.stack, pairs))
-    want = jax.vmap(compiled(op, "xla"))(*xs)
+    want = jax.jit(jax.vmap(compiled(op, "xla")))(*xs)
     layout = dict(v="y") | {op.split[1]: "x"}
     operands, results = (tuple(f"v {a}" for a in axes) for axes in (op.operands, op.results))
     xs = place(mesh, xs, operands, layout)
-    out, collectives = run(jax.vmap(compiled(op, "interpret")), *xs)
+    out, collectives = run(jax.vmap(compiled(op, None)), *xs)
     assert collectives == {}
     assert_close(out, want, terms=TERMS)
     assert_sharded(out, results, mesh, layout)
@@ -389,13 +392,13 @@ def test_h200s_only_sum_gradients(op: TestedOp, layout: Layout) -> None:
     mesh = h200.h200_mesh(x=4, y=2)
     xs = op.structs(jnp.bfloat16)
     ins, outs = specs(op.operands, layout), specs(op.results, layout)
-    program = h200.compile_for_h200(op.fn, *xs, mesh=mesh, specs=ins)
-    assert program.collectives == {}
-    assert any(f".entry pallas_ops_{op.name}(" in text for text in program.ptx)
 
-    def grads(*args: Any) -> Any:
-        return pullback(op, op.fn)(args[: len(outs)], args[len(outs) :])
+    def both(*args: Any) -> Any:
+        """The results, and the gradients."""
+        weights, xs = args[: len(outs)], args[len(outs) :]
+        return op.fn(*xs), pullback(op, op.fn)(weights, xs)
 
     weights = jax.eval_shape(op.fn, *xs)
-    program = h200.compile_for_h200(grads, *weights, *xs, mesh=mesh, specs=outs + ins)
+    program = h200.compile_for_h200(both, *weights, *xs, mesh=mesh, specs=outs + ins)
     assert program.collectives.keys() == summing(op, layout)
+    assert any(f".entry pallas_ops_{op.name}(" in text for text in program.ptx)

@@ -96,7 +96,7 @@ def test_grad_of_grad(rng: Rng, op: TestedOp) -> None:
 def test_remat_keeps_the_named_residuals(rng: Rng, op: TestedOp) -> None:
     xs = op.arguments(rng)
     loss, reference = losses(op, random_weights(rng, op, xs))
-    want = jax.grad(reference, op.argnums)(*xs)
+    want = jax.jit(jax.grad(reference, op.argnums))(*xs)
     policy = jax.checkpoint_policies.save_only_these_names(op.residuals or "none")
     remats: dict[str, Callable[..., Any]] = dict(
         none=lambda f: f, all=jax.checkpoint, named=partial(jax.checkpoint, policy=policy)
@@ -134,7 +134,8 @@ def test_forward_mode_of_the_reference(rng: Rng, op: TestedOp) -> None:
     assert_close(jax.jit(jax.jacfwd(loss))(*floating), grads[0], terms=TERMS)
     kernel = weighted(compiled(op, KERNEL), weights)
     hessian = jax.jit(jax.hessian(loss))(*floating).reshape(2 * [floating[0].size])
-    product = jax.grad(weighted(lambda *ys: (jax.grad(kernel)(*ys),), tangents[:1]))(*xs)
+    twice = jax.grad(weighted(lambda *ys: (jax.grad(kernel)(*ys),), tangents[:1]))
+    product = jax.jit(twice)(*xs)
     assert_close(product, (hessian @ tangents[0].ravel()).reshape(product.shape), terms=TERMS)
 
 

@@ -20,6 +20,7 @@ from benchmarks import (
 )
 from benchmarks.cases import Benchmark
 from benchmarks.plan import Plan
+from tests.support import kernel_implementation
 
 SMALLEST: dict[str, dict[str, Sequence[Any]]] = {
     "tpa_decode": {"model": ("t6-kv-22",), "batch": (3,), "m": (80,)},
@@ -127,9 +128,11 @@ def test_chunk_cumsum_decay_has_the_tables_of_its_seeds() -> None:
 
 
 @pytest.mark.slow
-@every_benchmark
-def test_columns_agree(benchmark: Benchmark) -> None:
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.BENCHMARK.op)
+def test_columns_agree(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the mode that runs the most of each: a gradient takes the forward pass as well."""
+    monkeypatch.setattr(module, "implementation", kernel_implementation)  # interpreted otherwise
+    benchmark: Benchmark = module.BENCHMARK
     plan = Plan(
         mode=benchmark.modes[-1],
         dtypes=["bf16"],
@@ -153,9 +156,10 @@ def test_proposals_are_many_and_lead_with_the_default(benchmark: Benchmark) -> N
 @pytest.mark.slow
 @every_benchmark
 def test_command(benchmark: Benchmark) -> None:
-    """Without a card: small shapes."""
+    """Without a card: small shapes. Of one op kernels too, which are interpreted."""
     (ours,) = (p.name for p in benchmark.providers if p.name.lower() == "pallas")
-    flags = ["--quick", "--mode=fwd", f"--providers={ours},jit", "--metrics=speed", "--calls=2"]
+    names = f"{ours},jit" if benchmark.op == "tpa_decode" else "jit"
+    flags = ["--quick", "--mode=fwd", f"--providers={names}", "--metrics=speed", "--calls=2"]
     command = [sys.executable, "-m", f"benchmarks.{benchmark.op}", *flags]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     found = subprocess.run(command, capture_output=True, text=True, check=True, env=env)

@@ -1,0 +1,150 @@
+"""Which keys tpa_decode attends to: lengths, windows, and each batch element its own."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_ops
+from tests.support import (
+    EPS32,
+    assert_as_good_as_reference,
+    assert_close,
+    case,
+    in_turn,
+    kernel_implementation,
+    random_cotangents,
+    value_and_vjp,
+)
+from tests.tpa_decode import both, factors, loop, loop_gradients, pulled
+
+KERNEL = kernel_implementation()
+Rng = np.random.Generator
+QUERIES = [
+    pytest.param(False, jnp.float32, id="float32"),
+    pytest.param(True, jnp.bfloat16, id="full-bfloat16"),
+    pytest.param(False, jnp.bfloat16, id="bfloat16"),
+]
+WINDOWS = [case(n=3, m=70, h=17, window=33), case(n=1, m=200, window=70), case(n=3, m=70, window=1)]
+
+
+@pytest.mark.parametrize("implementation", [KERNEL, "xla"])
+@pytest.mark.parametrize(("n", "ranks"), [(4, 3), (1, None)])
+def test_keys_beyond_the_length_do_not_exist(
+    rng: Rng, n: int, ranks: int | None, implementation: Any
+) -> None:
+    aq, ak, av, bq, bk, bv = factors(rng, b=5, n=n, m=40, rk=ranks, rv=ranks)
+    lengths = jnp.asarray([0, 1, 17, 40, 99], jnp.int32)
+    gone = np.arange(40)[None, :] >= np.asarray(lengths)[:, None]
+    poisoned = [
+        jnp.where(gone.reshape(*gone.shape, *(1,) * (x.ndim - 2)), bad, x)
+        for x, bad in zip((ak, av, bk, bv), (jnp.nan, jnp.inf) * 2, strict=True)
+    ]
+    xs = (aq, *poisoned[:2], bq, *poisoned[2:])
+    got = both(implementation)(*xs, lengths=lengths)
+    assert_close(got, loop((aq, ak, av, bq, bk, bv), lengths), terms=40)
+    assert not np.asarray(got[0][0]).any()
+    assert (np.asarray(got[1][0]) == -np.inf).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_one_length_for_all_and_lengths_out_of_range(rng: Rng, implementation: Any) -> None:
+    """A scalar is every sequence's; more than M means M, less than 0 means 0."""
+    xs = factors(rng, b=3)
+    run = both(implementation)
+    assert_close(run(*xs, lengths=7), run(*xs, lengths=jnp.full(3, 7)), terms=40)
+    got = run(*xs, lengths=jnp.asarray([-5, 7, 10**6]))
+    assert_close(got, run(*xs, lengths=jnp.asarray([0, 7, 40])), terms=40)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32", "int64", "uint64"])
+def test_lengths_of_every_dtype(rng: Rng, dtype: str) -> None:
+    """Up to its extremes: the longest means M, the lowest 0."""
+    xs = factors(rng, b=3, n=2)
+    with jax.enable_x64(dtype.endswith("64")):
+        info = jnp.iinfo(dtype)
+        lengths = jnp.asarray([info.min, 7, info.max], dtype)
+        got = both(KERNEL)(*xs, lengths=lengths)
+    assert_close(got, both("xla")(*xs, lengths=jnp.asarray([0, 7, 40])), terms=40)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_nan_in_the_cache_reaches_its_own_batch_element_only(rng: Rng, implementation: Any) -> None:
+    aq, ak, av, bq, bk, bv = factors(rng)
+    out = both(implementation)(aq, ak, av, bq, bk.at[1, 3, 2].set(jnp.nan), bv)[0]
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_gradient_of_keys_that_do_not_exist_is_zero(rng: Rng, implementation: Any) -> None:
+    xs = factors(rng, b=3, m=40)
+    lengths = jnp.asarray([0, 7, 40], jnp.int32)
+    gone = np.arange(40)[None, :] >= np.asarray(lengths)[:, None]
+    poisoned = (xs[0], *(jnp.where(gone[..., None], jnp.nan, x) for x in xs[1:3]), xs[3])
+    poisoned += tuple(jnp.where(gone[..., None], jnp.nan, x) for x in xs[4:])
+    f = both(implementation, lengths=lengths)
+    out, lse = f(*poisoned)
+    cotangents = random_cotangents(rng, (out, lse))
+    grads = value_and_vjp(f, poisoned, cotangents)[1]
+    for grad in grads:
+        assert np.isfinite(grad).all()
+    for i in (1, 2, 4, 5):
+        assert not np.asarray(grads[i])[gone].any()
+    assert not np.asarray(grads[0][0]).any()
+
+
+@pytest.mark.parametrize(("shape", "full", "dtype"), in_turn(WINDOWS, QUERIES))
+def test_a_window_is_the_last_keys(rng: Rng, shape: dict[str, Any], full: bool, dtype: Any) -> None:
+    """Keys that no query sees may hold anything, and have no gradient."""
+    sizes = dict(shape)
+    window, n, m = sizes.pop("window"), sizes["n"], sizes["m"]
+    xs = factors(rng, dtype, b=3, full=full, **sizes)
+    lengths = jnp.asarray([m, n, m // 2], jnp.int32)
+    key = jnp.arange(m)[None]
+    gone = (key >= lengths[:, None]) | (key < lengths[:, None] - (n - 1) - window)
+    aq, *cache, bq, bk, bv = (
+        x if x is None or x.shape[1] != m else jnp.where(gone[..., None], jnp.nan, x) for x in xs
+    )
+    poisoned = (aq, *cache, bq, bk, bv)
+    cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
+    own, got = (pulled(i, window)(poisoned, lengths, cotangents) for i in ("xla", KERNEL))
+    assert_as_good_as_reference(got[0], own[0], loop(xs, lengths, window))
+    truth = loop_gradients(xs, lengths, cotangents, window)
+    assert_as_good_as_reference(got[1], own[1], truth, floor=16 * EPS32)
+
+
+def test_a_window_of_all_keys_is_none(rng: Rng) -> None:
+    xs = factors(rng)
+    for window in (40, 10**30):
+        program = jax.make_jaxpr(partial(pallas_ops.tpa_decode, window=window))(*xs)
+        assert str(program) == str(jax.make_jaxpr(pallas_ops.tpa_decode)(*xs))
+
+
+@pytest.mark.parametrize(("window", "implementation"), in_turn([None, 520], [KERNEL, "xla"]))
+def test_bits_know_nothing_of_the_batch(rng: Rng, window: int | None, implementation: Any) -> None:
+    """Nor of the others' lengths. The kernel's output knows nothing of the cache's size either.
+
+    For a GPU XLA compiles a batch of one in another way.
+    """
+    exact = implementation == KERNEL or jax.default_backend() == "cpu"
+    xs = factors(rng, jnp.bfloat16, b=5, m=1100, h=5, r=3, d=16, rk=2)
+    lengths = jnp.asarray([1100, 3, 600, 0, 1030], jnp.int32)
+    run = both(implementation, batch_invariant=True, window=window)
+    out, lse = run(*xs, lengths=lengths)
+    assert_close((out, lse), loop(xs, lengths, window), terms=1100)
+    for rows in (slice(0, 1), slice(2, 5)):
+        got = run(*(x[rows] for x in xs), lengths=lengths[rows])
+        if exact:
+            jax.tree.map(np.testing.assert_array_equal, got, (out[rows], lse[rows]))
+        else:
+            assert_close(got, (out[rows], lse[rows]), terms=1100)
+    if implementation == KERNEL:
+        longer = (
+            x if x.shape[1] == 1 else jnp.pad(x, ((0, 0), (0, 999), *((0, 0),) * (x.ndim - 2)))
+            for x in xs
+        )
+        np.testing.assert_array_equal(run(*longer, lengths=lengths)[0], out)
