@@ -195,7 +195,6 @@ def steps() -> list[Step]:
         *(scanning(2**20, columns) for columns in (64, 256, 1024)),
         train(16, 8192, over="batch"),
         train(8, 16384, over="sequence"),
-        train(1, 131072, over="sequence"),
     ]
 
 

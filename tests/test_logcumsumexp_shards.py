@@ -223,7 +223,6 @@ def test_no_exchange_is_larger_than_the_states(rng: Rng) -> None:
     placed = shards.placed(shards.line(8), xs, NAMES)
     of_plain = shards.exchanges(shards.compiled(run, *placed[:2], placed[2:])[1])
     assert of_plain.keys() == {"all-gather"}
-    assert len(of_plain["all-gather"]) == 2
     assert max(of_named["all-gather"] + of_plain["all-gather"]) <= largest
 
 

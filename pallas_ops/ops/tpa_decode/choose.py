@@ -57,8 +57,11 @@ def _choose_keys(
     entries, most_programs = 128, 1
     if s.has_few_features and block_h > 32:
         # 64 entries have 32 KiB. Heads that are copied eight at once take 128: of fewer entries
-        # they would lie in shared memory as [entries, heads] (see `Keys.load_a`).
-        entries, num_stages = (128, 2) if s.h % 8 == 0 else (64, 3)
+        # they would lie in shared memory as [entries, heads] (see `Keys.load_a`). A paged cache of
+        # an even H in one tile takes 128 as well: pages are looked up half as often.
+        is_even = s.h % 2 == 0 and len(head_tiles(block_h)) == 1
+        takes_128 = s.h % 8 == 0 or (s.pool is not None and is_even)
+        entries, num_stages = (128, 2) if takes_128 else (64, 3)
         block_m, most_programs = min(entries, power_of_two(keys)), 2
     elif s.has_few_features and s.most_ranks == 1:
         block_m, num_stages, most_programs = min(64, block_m), 3, 3 if block_h > 16 else 2
