@@ -174,6 +174,7 @@ def test_no_exchange_is_larger_than_the_totals(
         assert max(map(max, found.values()), default=0) <= 8 * b * c
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "want"), EXCHANGES[3:5], ids=str)
 def test_nor_on_h200s(options: dict[str, Any], want: dict[str, int]) -> None:
     b, n, c = 2, 1024, 3

@@ -212,6 +212,7 @@ def test_an_axis_of_size_zero(shape: tuple[int, ...]) -> None:
     assert (np.asarray(final) == -np.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_segments", [1, 2])
 def test_second_derivative_of_the_kernel(rng: Rng, num_segments: int) -> None:
     """Through the pair before the first position, which has to be that of the state itself."""

@@ -179,6 +179,7 @@ H200 = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", H200)
 def test_compiles_for_h200_without_a_spill(case: dict[str, Any]) -> None:
     x = jax.ShapeDtypeStruct(case["shape"], jnp.bfloat16)

@@ -174,6 +174,7 @@ def test_a_state_a_shard_enters_the_first(rng: Rng) -> None:
     assert not grad[:, 1:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_second_derivatives_and_vmap(rng: Rng, implementation: Any) -> None:
     mesh, x = shards.line(4), random_array(rng, (2, 12, 3))

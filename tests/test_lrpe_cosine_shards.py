@@ -55,7 +55,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "implementation"), in_turn(CASES, ["interpret", None, "xla"]))
+@pytest.mark.parametrize(("options", "implementation"), in_turn(CASES, [None, "interpret", "xla"]))
 def test_as_on_one_device(rng: Rng, options: dict[str, Any], implementation: Any) -> None:
     """By name, with and without the replication check, and by jit; theta's gradient is summed."""
     options = dict(options)
@@ -112,6 +112,7 @@ def test_given_positions_are_the_shards_own(rng: Rng) -> None:
     assert_close(got, want, terms=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_second_derivatives_and_vmap(rng: Rng, implementation: Any) -> None:
     mesh, (x, theta, do) = shards.line(4), arrays(rng, 8)

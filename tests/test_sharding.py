@@ -195,6 +195,7 @@ def test_types_say_how_explicit_axes_are_split(rng: Rng, op: TestedOp, whole: bo
     assert whole or collectives.keys() == summing(op, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "implementation"),
     [({"b": "x", "h": "y"}, None), ({"n": "x"}, "xla")],

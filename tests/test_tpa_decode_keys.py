@@ -124,7 +124,9 @@ def test_a_window_of_all_keys_is_none(rng: Rng) -> None:
         assert str(program) == str(jax.make_jaxpr(pallas_ops.tpa_decode)(*xs))
 
 
-@pytest.mark.parametrize(("window", "implementation"), in_turn([None, 520], [KERNEL, "xla"]))
+@pytest.mark.parametrize(
+    ("window", "implementation"), [(None, "xla"), (None, KERNEL), (520, KERNEL)]
+)
 def test_bits_know_nothing_of_the_batch(rng: Rng, window: int | None, implementation: Any) -> None:
     """Nor of the others' lengths. The kernel's output knows nothing of the cache's size either.
 
