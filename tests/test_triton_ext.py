@@ -1,6 +1,5 @@
-"""Scans of any operator and pipelined loops: right, and right without the private JAX they use."""
+"""Scans of any operator and pipelined loops, and what runs without the private JAX they use."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,9 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
+import pallas_ops
 from pallas_ops.core import launch, triton_ext
+from pallas_ops.core.backend import NoKernelError
 from tests import h200
 from tests.support import assert_close, case, kernel_implementation, random_array
 
@@ -24,11 +25,11 @@ def linear(before: Any, after: Any) -> Any:
     return before[0] * after[0], after[0] * before[1] + after[1]
 
 
-def scanned(scan: Callable[..., Any], a: jax.Array, b: jax.Array, **kwargs: Any) -> Any:
+def scanned(a: jax.Array, b: jax.Array, **kwargs: Any) -> Any:
     """The scan of (a, b) in a kernel of one program."""
 
     def kernel(a_ref: Any, b_ref: Any, out_ref: Any) -> None:
-        out_ref[...] = scan(linear, (a_ref[...], b_ref[...]), **kwargs)[1]
+        out_ref[...] = triton_ext.scan(linear, (a_ref[...], b_ref[...]), **kwargs)[1]
 
     return launch.launch(
         kernel,
@@ -41,7 +42,6 @@ def scanned(scan: Callable[..., Any], a: jax.Array, b: jax.Array, **kwargs: Any)
     )[0]
 
 
-@pytest.mark.parametrize("scan", [triton_ext.scan, triton_ext.log_depth_scan])
 @pytest.mark.parametrize(
     "where",
     [
@@ -52,12 +52,12 @@ def scanned(scan: Callable[..., Any], a: jax.Array, b: jax.Array, **kwargs: Any)
         case(shape=(1, 8), axis=0),
     ],
 )
-def test_scan_is_the_associative_scan(rng: Rng, scan: Callable[..., Any], where: Any) -> None:
+def test_scan_is_the_associative_scan(rng: Rng, where: Any) -> None:
     where = dict(where)
     a, b = (random_array(rng, where["shape"]) for _ in range(2))
     kwargs = {name: where[name] for name in ("axis", "reverse") if name in where}
     with launch.interpreted(INTERPRETED):
-        got = jax.jit(partial(scanned, scan, **kwargs))(a, b)
+        got = jax.jit(partial(scanned, **kwargs))(a, b)
     assert_close(got, lax.associative_scan(linear, (a, b), **kwargs)[1], terms=32)
 
 
@@ -65,14 +65,15 @@ def test_every_supported_jax_has_what_is_private() -> None:
     assert triton_ext.AVAILABLE
 
 
-@pytest.mark.parametrize("available", [True, False])
-def test_scan_needs_no_private_jax(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
-    monkeypatch.setattr(triton_ext, "AVAILABLE", available)
-    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
-    program = h200.compile_for_h200(partial(scanned, triton_ext.scan, axis=0), x, x)
-    (kernel,) = program.kernels
-    assert kernel.name == "pallas_ops_scan"
-    assert kernel.spill_bytes == 0
+def test_without_private_jax_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ext, "AVAILABLE", False)
+    x = jax.ShapeDtypeStruct((2, 512, 96), jnp.float32)
+    run = partial(pallas_ops.logcumsumexp, axis=1)
+    with pytest.warns(UserWarning, match="logcumsumexp runs as jax.numpy: JAX .* has no scans in"):
+        program = h200.compile_for_h200(run, x)
+    assert not any("pallas_ops" in text for text in program.ptx)
+    with pytest.raises(NoKernelError, match="has no scans in kernels; accepted: "):
+        h200.compile_for_h200(partial(run, implementation="triton"), x)
 
 
 @pytest.mark.parametrize("available", [True, False])

@@ -1,7 +1,7 @@
 """What Triton offers and Pallas does not reach: scans of any operator, and pipelined loops.
 
-The private JAX that this takes is imported here and nowhere else. Without it, `scan` is made of
-public operations (`log_depth_scan`, right but slow) and loops are not pipelined.
+The private JAX that this takes is imported here and nowhere else. Without it, kernels that scan run
+as jax.numpy, and loops are not pipelined.
 """
 
 import importlib
@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from pallas_ops.core import launch
-from pallas_ops.core.tiles import unstack
+from pallas_ops.core import backend, launch
 
 try:
     ir: Any = importlib.import_module("jax._src.lib.mlir").ir
@@ -45,39 +43,11 @@ def scan(
     if launch.is_interpreted():
         return tuple(lax.associative_scan(combine, tuple(xs), axis=axis, reverse=reverse))
     if not AVAILABLE:
-        return log_depth_scan(combine, xs, axis=axis, reverse=reverse)
+        raise backend.NoKernelError(
+            f"JAX {jax.__version__} has no scans in kernels; accepted: implementation=None or "
+            "'xla', which run jax.numpy, or an earlier JAX"
+        )
     return tuple(_scan_p.bind(*xs, combine=combine, axis=axis, reverse=reverse))
-
-
-def log_depth_scan(
-    combine: Combine, xs: Tiles, *, axis: int = 0, reverse: bool = False
-) -> tuple[jax.Array, ...]:
-    """`scan` by reshapes alone: neighbouring blocks are joined, and twice as long each time."""
-    xs = tuple(jnp.swapaxes(x, axis, -1) for x in xs)
-    *lead, size = xs[0].shape
-    width = 1
-    while width < size:
-        xs = _join_neighbours(combine, xs, (*lead, size // (2 * width), 2, width), reverse)
-        width *= 2
-    return tuple(jnp.swapaxes(x.reshape(*lead, size), axis, -1) for x in xs)
-
-
-def _join_neighbours(
-    combine: Combine, xs: Tiles, shape: tuple[int, ...], reverse: bool
-) -> tuple[jax.Array, ...]:
-    """Blocks of `shape[-1]`, each already scanned, pair by pair."""
-    to_last = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
-    pairs = [unstack(x.reshape(shape).transpose(to_last)) for x in xs]
-    before, after = (tuple(pair[i] for pair in pairs) for i in ((1, 0) if reverse else (0, 1)))
-    lane = lax.broadcasted_iota(jnp.int32, before[0].shape, before[0].ndim - 1)
-    is_total = lane == (0 if reverse else shape[-1] - 1)
-    totals = tuple(
-        jnp.broadcast_to(jnp.where(is_total, x, 0).sum(axis=-1, keepdims=True), x.shape)
-        for x in before
-    )
-    joined = combine(totals, after)
-    both = zip(joined, before, strict=True) if reverse else zip(before, joined, strict=True)
-    return tuple(jnp.stack(pair, axis=-1).transpose(to_last) for pair in both)
 
 
 def pipelined(i: jax.Array, num_stages: int) -> jax.Array:
