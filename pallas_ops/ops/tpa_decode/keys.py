@@ -53,7 +53,7 @@ class Keys:
 
     def seen(self, rows: Rows, length: jax.Array | int) -> jax.Array:
         """[rows, keys]: query n of N sees the last `window` keys m < length - (N - 1 - n)."""
-        s, window = self.plan.s, self.plan.window
+        s, window = self.plan.s, self.plan.p.window
         if s.n == 1:
             return self.inside[None, :]
         last = (length - (s.n - 1) + rows.query)[:, None]
@@ -89,8 +89,8 @@ class Keys:
         """Where keys are in the cache. A page out of range is taken for the nearest one."""
         if self.table_ref is None:
             return key
-        assert self.plan.pages is not None
-        number, size = self.plan.pages
+        assert self.plan.s.pages is not None
+        number, size = self.plan.s.pages
         if self.pages is not None:
             first, *others = self.pages
             begin = lax.div(self.begin, size) * size
@@ -195,8 +195,8 @@ def each_rank(x: jax.Array, ranks: int) -> jax.Array:
 
 def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array]:
     """The pages of a block; those behind the last key that counts are not read."""
-    assert plan.pages is not None
-    number, size = plan.pages
+    assert plan.s.pages is not None
+    number, size = plan.s.pages
     first = lax.div(step * plan.c.block_m, size)
     numbers = [first + j for j in range(plan.pages_a_block)]
     pages = [plgpu.load(table_ref.at[i], mask=i * size < limit, other=0) for i in numbers]
@@ -207,7 +207,7 @@ def key_range(
     rows: Rows, length_ref: Ref | None
 ) -> tuple[jax.Array | int, jax.Array | int, jax.Array | int]:
     """The cache's length as given; of what the rows see, the first key and one past the last."""
-    s, c, window = rows.plan.s, rows.plan.c, rows.plan.window
+    s, c, window = rows.plan.s, rows.plan.c, rows.plan.p.window
     length = s.m if length_ref is None else length_ref[0]
     stop = length
     if s.n > c.block_n:  # what the last query of these sees
@@ -224,10 +224,10 @@ def blocks_of_split(
 ) -> tuple[Any, Any]:
     """The blocks of keys of one split: the first, and one past the last."""
     c, begin, end = plan.c, first // plan.c.block_m, pl.cdiv(stop, plan.c.block_m)
-    if plan.batch_invariant:
+    if plan.p.batch_invariant:
         blocks = split_size(plan.s.m) // c.block_m
         return jnp.maximum(begin, split * blocks), jnp.minimum(end, (split + 1) * blocks)
-    if plan.window is None:
+    if plan.p.window is None:
         return part(split, c.num_splits, end)
     # A shard that the window does not reach ends before it begins.
     start, stop = part(split, c.num_splits, _at_least_0(end - begin))

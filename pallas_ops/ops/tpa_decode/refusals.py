@@ -10,7 +10,7 @@ from pallas_ops.core import checks, implementations
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.signatures import cached
 from pallas_ops.ops.tpa_decode.cache import QUANTISED
-from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.config import Params, TpaDecodeConfig
 
 Struct = jax.ShapeDtypeStruct
 
@@ -30,8 +30,8 @@ def static(
     axis_name: tuple[str, ...] | None,
     implementation: Implementation | None,
     config: TpaDecodeConfig | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """D, R, Rk, Rv and fields of `vjp.Params`, or a refusal; all hashable, so it runs once."""
+) -> tuple[tuple[Any, ...], Params]:
+    """D, R, Rk, Rv and the static arguments, or a refusal; all hashable, so it runs once."""
     implementations.check(implementation, config, TpaDecodeConfig)
     arrays = dict(aq=aq, ak=ak, av=av, bk=bk, bv=bv) | ({} if bq is None else dict(bq=bq))
     sizes = {"Rk": 1, "Rv": 1} | _sizes(arrays, lengths, page_table)
@@ -53,8 +53,14 @@ def static(
         keys = sizes["P"] * sizes["page_size"]
         rows |= {f"P * page_size * {x}": keys * sizes[x] for x in ("Rk", "Rv")}
     implementation = implementations.kernel_or_reference(implementation, aq.dtype, sizes | rows)
-    fields = dict(implementation=implementation, window=window, batch_invariant=batch_invariant)
-    return tuple(sizes.get(letter) for letter in ("D", "R", "Rk", "Rv")), fields
+    params = Params(
+        window=window,
+        batch_invariant=batch_invariant,
+        axis_name=axis_name,
+        implementation=implementation,
+        config=config,
+    )
+    return tuple(sizes.get(letter) for letter in ("D", "R", "Rk", "Rv")), params
 
 
 def _sizes(
