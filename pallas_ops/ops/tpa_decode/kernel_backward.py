@@ -56,11 +56,11 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
         grid=(splits, s.b),
         in_specs=[None if x is None else per_batch(x) for x in arrays],
         out_specs=[
-            *(pl.BlockSpec((None, None, *p[2:]), lambda i, b: (b, i, 0, 0)) for p in partials),
+            *(pl.BlockSpec((None, None, *x[2:]), lambda i, b: (b, i, 0, 0)) for x in partials),
             *(per_batch(x) for x in keyed),
         ],
         out_shape=[
-            *(jax.ShapeDtypeStruct(p, jnp.float32) for p in partials),
+            *(jax.ShapeDtypeStruct(x, jnp.float32) for x in partials),
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keyed),
         ],
         num_warps=config.num_warps,

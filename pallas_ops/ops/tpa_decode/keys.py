@@ -60,30 +60,16 @@ class Keys:
         seen = self.index[None, :] < jnp.minimum(last, s.m)
         return seen if window is None else seen & (self.index[None, :] >= last - window)
 
-    def entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """Which rows of an array [M ranks, ..] they are, and which of these exist."""
-        if ranks == 1:
-            return self._rows(self.index, None, 1)
-        return self._rows(*grouped(self.plan.c.block_m, power_of_two(ranks)), ranks)
-
-    def odd_entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """Those of odd ranks."""
-        key, rank = grouped(self.plan.c.block_m, power_of_two(ranks) // 2)
-        return self._rows(key, 2 * rank + 1, ranks)
-
-    def _rows(
-        self, key: jax.Array, rank: jax.Array | None, ranks: int
-    ) -> tuple[jax.Array, jax.Array]:
-        if rank is not None:
-            key += self.begin
+    def entries(self, ranks: int, *, odd: bool = False) -> tuple[jax.Array, jax.Array]:
+        """Which rows of an array [M ranks, ..] they are (or those of odd ranks); which exist."""
+        key, rank = grouped(self.plan.c.block_m, power_of_two(ranks) >> odd)
+        key = self.index if ranks == 1 else key + self.begin
+        rank = 2 * rank + 1 if odd else rank
         exists = self._count(key) if self.masked else jnp.full(key.shape, True)
         if not self.masked and not self.all_count:
             key = jnp.minimum(key, self.stop - 1)
             key = key if self.first is None else jnp.maximum(key, self.first)
-        place = self._place(key)
-        if rank is None:
-            return place, exists
-        return place * ranks + rank, exists & (rank < ranks)
+        return self._place(key) * ranks + rank, exists & (rank < ranks)
 
     def _place(self, key: jax.Array) -> jax.Array:
         """Where keys are in the cache. A page out of range is taken for the nearest one."""
@@ -172,7 +158,7 @@ class Keys:
 
         heads = self.plan.s.h - rows.first_h
         first, second = (of_ranks(x) for x in load_pairs(self.entries(ranks), 0, heads + 1))
-        odd_of_odd, _ = load_pairs(self.odd_entries(ranks), 1, heads - 1)
+        odd_of_odd, _ = load_pairs(self.entries(ranks, odd=True), 1, heads - 1)
         even_heads = jnp.stack([first[0], second[1]], axis=-1)
         odd_heads = jnp.stack([second[0], odd_of_odd], axis=-1)
         x = jnp.stack([even_heads, odd_heads], axis=-1)  # [heads / 16, 8, entries / 2, 2, 2]
