@@ -160,10 +160,9 @@ def prepare(
     o = Operands(*map(_array, Operands._fields, operands))
     dtype = wide(o.aq.dtype)
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
-    signatures = map(signature, o[: len(operands)])
-    facts: Any = (*signatures, window, batch_invariant, names, implementation, config)
-    sizes, params = refusals.static(*facts)
-    query, value = reference.scales(*sizes, *given)
+    options = window, batch_invariant, names, implementation, config
+    sizes, params = refusals.static(Operands(*map(signature, o)), *options)
+    query, value = reference.scales(sizes, given)
     arrays = Scales(*(x if isinstance(x, jax.Array) else None for x in (query, value)))
     # What is multiplied or merged after the attention is not rounded before.
     is_last = names is None and arrays.value is None

@@ -97,7 +97,7 @@ def split_size(m: int) -> int:
 
 def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     """The backward launch; None where all rows of a batch element do not fit in one program."""
-    block_n = 1 << (s.n - 1).bit_length()
+    block_n = power_of_two(s.n)
     rows = block_n * tile(s.h)
     if rows > 256:
         return None

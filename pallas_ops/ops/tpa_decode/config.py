@@ -195,7 +195,7 @@ class Sizes:
 
 def tile(size: int) -> int:
     """The power of two, at least 16 (the tensor cores' least), that holds `size`."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
 
 
 def head_tiles(block_h: int) -> tuple[int, ...]:

@@ -31,14 +31,7 @@ from pallas_ops.ops.tpa_decode.keys import (
 )
 from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
 from pallas_ops.ops.tpa_decode.merge import merge
-from pallas_ops.ops.tpa_decode.tiles import (
-    LOWEST,
-    Plan,
-    Rows,
-    flattened,
-    per_batch,
-    store,
-)
+from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, flattened, per_batch, store
 from pallas_ops.ops.tpa_decode.words import join, pack, split, times
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # maximum, sum, accumulators of some rows

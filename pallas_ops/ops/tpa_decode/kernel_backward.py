@@ -24,15 +24,7 @@ from pallas_ops.ops.tpa_decode.choose import choose_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, tile
 from pallas_ops.ops.tpa_decode.keys import Keys, each_rank, key_range, part, sum_ranks
 from pallas_ops.ops.tpa_decode.matmul import dot
-from pallas_ops.ops.tpa_decode.tiles import (
-    Plan,
-    Rows,
-    flat,
-    flattened,
-    load,
-    per_batch,
-    store,
-)
+from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, flattened, load, per_batch, store
 
 
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:

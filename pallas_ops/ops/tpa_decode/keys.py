@@ -141,13 +141,13 @@ class Keys:
         their odd heads the first numbers of the pairs from p + 1 on.
         """
         column = span(rows.tile_h).reshape(-1, 1, 16)
+        heads = self.plan.s.h - rows.first_h
 
-        def load_pairs(
-            entries: tuple[jax.Array, jax.Array], offset: int, stop: jax.Array | int
-        ) -> list[jax.Array]:
-            """First and second numbers, each [heads / 16, 8, entries]."""
-            entry, inside = entries
-            place = 2 * ((entry * self.plan.s.h + rows.first_h + offset) >> 1)
+        def load_pairs(*, odd: bool) -> list[jax.Array]:
+            """First and second numbers, each [heads / 16, 8, entries], of odd ranks or of all."""
+            entry, inside = self.entries(ranks, odd=odd)
+            stop = heads - 1 if odd else heads + 1
+            place = 2 * ((entry * self.plan.s.h + rows.first_h + int(odd)) >> 1)
             mask = inside[None, :, None] & (column < stop)
             x = plgpu.load(ref.at[place[None, :, None] + column], mask=mask, other=0.0)
             return unstack(x.reshape(*x.shape[:2], 8, 2).swapaxes(1, 2))
@@ -156,9 +156,8 @@ class Keys:
             """Those of even ranks and those of odd ranks, each [heads / 16, 8, entries / 2]."""
             return unstack(x.reshape(*x.shape[:2], -1, 2))
 
-        heads = self.plan.s.h - rows.first_h
-        first, second = (of_ranks(x) for x in load_pairs(self.entries(ranks), 0, heads + 1))
-        odd_of_odd, _ = load_pairs(self.entries(ranks, odd=True), 1, heads - 1)
+        first, second = (of_ranks(x) for x in load_pairs(odd=False))
+        odd_of_odd, _ = load_pairs(odd=True)
         even_heads = jnp.stack([first[0], second[1]], axis=-1)
         odd_heads = jnp.stack([second[0], odd_of_odd], axis=-1)
         x = jnp.stack([even_heads, odd_heads], axis=-1)  # [heads / 16, 8, entries / 2, 2, 2]

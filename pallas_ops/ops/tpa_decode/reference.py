@@ -1,5 +1,6 @@
 """What tpa_decode means, in jax.numpy."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,24 +30,16 @@ def with_ranks(o: Operands) -> Operands:
 
 
 def scales(
-    d: int,
-    r: int | None,
-    rk: int,
-    rv: int,
-    scale: Scale | None = None,
-    scale_q: Scale | None = None,
-    scale_k: Scale | None = None,
-    scale_v: Scale | None = None,
+    sizes: tuple[int, int | None, int, int], given: Sequence[Scale | None]
 ) -> tuple[Scale, Scale]:
     """scale * scale_q * scale_k, and scale_v; by default D**-0.5 / (R Rk), and 1 / Rv.
 
     A query without factors has no R, and counts as it is.
     """
-    scale = _size(d) ** -0.5 if scale is None else scale
-    scale_q = (1.0 if r is None else 1 / _size(r)) if scale_q is None else scale_q
-    scale_k = 1 / _size(rk) if scale_k is None else scale_k
-    scale_v = 1 / _size(rv) if scale_v is None else scale_v
-    return scale * scale_q * scale_k, scale_v
+    d, *ranks = sizes
+    defaults = _size(d) ** -0.5, *(1.0 if r is None else 1 / _size(r) for r in ranks)
+    scale, query, key, value = (y if x is None else x for x, y in zip(given, defaults, strict=True))
+    return scale * query * key, value
 
 
 def _size(x: Any) -> Any:

@@ -9,13 +9,7 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode.config import (
-    Operands,
-    Params,
-    Sizes,
-    TpaDecodeConfig,
-    head_tiles,
-)
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
 from pallas_ops.ops.tpa_decode.matmul import Pieces
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -67,21 +61,18 @@ class Plan:
 
 
 def flat(x: jax.Array) -> jax.Array:
-    """[B, I, J, K] as [B, I J, K]."""
-    return x.reshape(len(x), -1, x.shape[-1])
+    """[B, I, J, ...] as [B, I J, ...]"""
+    return x.reshape(len(x), -1, *x.shape[3:])
 
 
 def flattened(plan: Plan, o: Operands) -> Operands:
     """As kernels take them. Heads that are loaded in pairs [B, M ranks H] have no axis of ranks."""
-    arrays = {name: x for name, x in o._asdict().items() if x is not None}
-    for name, x in arrays.items():
-        if name in ("lse", "dlse") or (name in ("ak", "av") and plan.pairs):
-            arrays[name] = x.reshape(len(x), -1)
-        elif name == "lengths":
-            arrays[name] = x[:, None]
-        elif name != "page_table":
-            arrays[name] = flat(x)
-    return Operands(**arrays)
+    arrays = Operands(*(x if x is None or x.ndim < 3 else flat(x) for x in o))
+    if o.lengths is not None:
+        arrays = arrays._replace(lengths=o.lengths[:, None])
+    if plan.pairs:
+        arrays = arrays._replace(ak=o.ak.reshape(len(o.ak), -1), av=o.av.reshape(len(o.av), -1))
+    return arrays
 
 
 def per_batch(x: jax.Array) -> pl.BlockSpec:

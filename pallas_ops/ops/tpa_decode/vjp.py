@@ -88,7 +88,7 @@ def attention(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
     """out [B, N, H, E] and lse [B, N, H]; through a page table with the reference's gradient."""
     if p.implementation == "xla":
         return reference.forward(*o, p=p)
-    return _run(p, o) if o.page_table is None else _call(PAGED, p, o)
+    return _attention(p, o) if o.page_table is None else _call(PAGED, p, o)
 
 
 def _call(op: Op, p: Params, o: Operands) -> Any:
@@ -96,13 +96,13 @@ def _call(op: Op, p: Params, o: Operands) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
+def _attention(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
     out, lse = _call(FORWARD, p, o)
     return out, lse
 
 
 def _forward(p: Params, o: Operands):  # type: ignore[no-untyped-def]
-    results = _run(dataclasses.replace(p, out_dtype="float32"), o)
+    results = _attention(dataclasses.replace(p, out_dtype="float32"), o)
     out, lse = (checkpoint_name(x, RESIDUALS) for x in results)
     return (out.astype(p.out_dtype), lse), (o, out, lse)
 
@@ -118,4 +118,4 @@ def _backward(p: Params, saved: Any, cotangents: Any):  # type: ignore[no-untype
     return (Operands(*reshard_like(factors, o)),)
 
 
-_run.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward)
