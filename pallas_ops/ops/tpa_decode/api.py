@@ -164,13 +164,10 @@ def prepare(
     sizes, params = refusals.static(Operands(*map(signature, o)), *options)
     query, value = reference.scales(sizes, given)
     arrays = Scales(*(x if isinstance(x, jax.Array) else None for x in (query, value)))
-    # What is multiplied or merged after the attention is not rounded before.
-    is_last = names is None and arrays.value is None
     params = dataclasses.replace(
         params,
         score_scale=1.0 if isinstance(query, jax.Array) else query,
         value_scale=1.0 if isinstance(value, jax.Array) else value,
-        out_dtype=jnp.dtype(o.aq.dtype if is_last else dtype).name,
     )
     return params, o, arrays
 
@@ -198,6 +195,9 @@ def evaluate(
     o = Operands(*vary.unify(*o))
     if params.implementation != "xla":
         o = Operands(*forward_mode.refuse("tpa_decode", *o))
+    # What is merged or scaled after the attention is not rounded before.
+    is_last = params.axis_name is None and scales.value is None
+    params = dataclasses.replace(params, out_dtype=(dtype if is_last else full).name)
     out, lse = attention(params, o)
     if params.axis_name is not None:
         out, lse = reference.merge_shards(out, lse, params.axis_name)

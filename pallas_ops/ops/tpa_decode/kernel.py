@@ -49,7 +49,7 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
         o = o.with_cache(lambda x: x.reshape(1, -1, *x.shape[2:]))
     if s.quantised:
         o = o._replace(bk=pack(o.bk), bv=pack(o.bv))
-    arrays = flattened(plan, o)[:8]
+    arrays = flattened(plan, o)[:8]  # up to the page table
     dtype = jnp.dtype(p.out_dtype if splits == 1 or s.is_rounded else jnp.float32)
     out, lse = launch(
         partial(_forward_kernel, plan=plan),

@@ -36,9 +36,12 @@ def scales(
 
     A query without factors has no R, and counts as it is.
     """
-    d, *ranks = sizes
-    defaults = _size(d) ** -0.5, *(1.0 if r is None else 1 / _size(r) for r in ranks)
-    scale, query, key, value = (y if x is None else x for x, y in zip(given, defaults, strict=True))
+    d, r, rk, rv = sizes
+    scale, query, key, value = given
+    scale = _size(d) ** -0.5 if scale is None else scale
+    query = (1.0 if r is None else 1 / _size(r)) if query is None else query
+    key = 1 / _size(rk) if key is None else key
+    value = 1 / _size(rv) if value is None else value
     return scale * query * key, value
 
 
