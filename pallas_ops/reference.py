@@ -17,7 +17,7 @@ from pallas_ops.ops.logcumsumexp import api as _logcumsumexp
 from pallas_ops.ops.lrpe_cosine import api as _lrpe_cosine
 from pallas_ops.ops.lrpe_cosine.reference import Act, Layout
 from pallas_ops.ops.tpa_decode import api as _tpa_decode
-from pallas_ops.ops.tpa_decode.vjp import naive as _naive
+from pallas_ops.ops.tpa_decode.reference import naive as _naive
 
 __all__ = (
     "chunk_cumsum_decay",
@@ -128,9 +128,9 @@ def tpa_decode(
     axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.tpa_decode` in jax.numpy."""
-    op, factors = _tpa_decode, (aq, ak, av, bq, bk, bv)
-    keys, scales = (lengths, page_table), (scale, scale_q, scale_k, scale_v)
-    return op.evaluate(*op.prepare(factors, *keys, scales, window, batch_invariant, axis_name))[0]
+    op, operands = _tpa_decode, (aq, ak, av, bq, bk, bv, lengths, page_table)
+    scales = scale, scale_q, scale_k, scale_v
+    return op.evaluate(*op.prepare(operands, scales, window, batch_invariant, axis_name))[0]
 
 
 def tpa_decode_with_lse(
@@ -152,9 +152,9 @@ def tpa_decode_with_lse(
     axis_name: AxisName | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pallas_ops.tpa_decode_with_lse` in jax.numpy."""
-    op, factors = _tpa_decode, (aq, ak, av, bq, bk, bv)
-    keys, scales = (lengths, page_table), (scale, scale_q, scale_k, scale_v)
-    return op.evaluate(*op.prepare(factors, *keys, scales, window, batch_invariant, axis_name))
+    op, operands = _tpa_decode, (aq, ak, av, bq, bk, bv, lengths, page_table)
+    scales = scale, scale_q, scale_k, scale_v
+    return op.evaluate(*op.prepare(operands, scales, window, batch_invariant, axis_name))
 
 
 def tpa_decode_naive(
@@ -174,6 +174,6 @@ def tpa_decode_naive(
     scale_v: ArrayLike | None = None,
 ) -> jax.Array:
     """`tpa_decode` by materialising q, k and v in their factors' dtypes and attending to them."""
-    op, scales = _tpa_decode, (scale, scale_q, scale_k, scale_v)
-    operands = op.prepare((aq, ak, av, bq, bk, bv), lengths, page_table, scales, window)
-    return op.evaluate(*operands, attention=_naive)[0]
+    op, operands = _tpa_decode, (aq, ak, av, bq, bk, bv, lengths, page_table)
+    scales = scale, scale_q, scale_k, scale_v
+    return op.evaluate(*op.prepare(operands, scales, window), attention=_naive)[0]

@@ -162,7 +162,7 @@ def test_rotations(
 def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> None:
     s = tpa_config.Sizes(b=1, n=n, m=m, h=h, r=16, d=64, e=64, rk=2, rv=2, dtype="bfloat16")
     c = choose(s, H200)
-    plan = tpa.Plan(s, c, 1.0, 1.0)
+    plan = tpa.Plan(s, c, tpa_config.Params())
     for i, split in programs((plan.row_blocks, c.num_splits), monkeypatch):
         first = 0
         for rows in tpa.Rows.of_program(plan, jnp.int32(i)):
@@ -205,11 +205,11 @@ def test_decoding_of_pages(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         rk=2,
         rv=2,
         dtype="bfloat16",
-        pool=count * size,
+        pages=(count, size),
     )
     c = choose(s, H200)
     assert not s.has_pairs(c.block_h)
-    plan = tpa.Plan(s, c, 1.0, 1.0, pages=(count, size))
+    plan = tpa.Plan(s, c, tpa_config.Params())
     monkeypatch.setattr("pallas_ops.ops.tpa_decode.keys.plgpu.load", lambda x, **_: x)
     for page in (0, count - 1, count, -1, 2**31 - 1, -(2**31)):
         pages = jnp.full(7, page, jnp.int32)
@@ -229,7 +229,8 @@ def test_decoding_of_a_window(
     """Each block of its keys belongs to one split."""
     s = tpa_config.Sizes(b=1, n=1, m=m, h=32, r=16, d=64, e=64, rk=1, rv=1, dtype="bfloat16")
     c = choose(s, H200, batch_invariant=batch_invariant)
-    plan = tpa.Plan(s, c, 1.0, 1.0, 3000, batch_invariant)
+    p = tpa_config.Params(window=3000, batch_invariant=batch_invariant)
+    plan = tpa.Plan(s, c, p)
     (rows,) = tpa.Rows.of_program(plan, 0)
     for (split,) in programs((c.num_splits,), monkeypatch):
         _, first, stop = tpa_keys.key_range(rows, None)

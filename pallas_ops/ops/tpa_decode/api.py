@@ -1,7 +1,8 @@
 """The public face of tpa_decode."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, SupportsIndex, cast
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,8 @@ from pallas_ops.core.dtypes import wide
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import signature
 from pallas_ops.ops.tpa_decode import reference, refusals, vjp
-from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.config import Operands, Params, TpaDecodeConfig
 
-Factors = tuple[jax.Array | None, ...]
-FACTORS = ("aq", "ak", "av", "bq", "bk", "bv")
 SCALES = ("scale", "scale_q", "scale_k", "scale_v")
 
 
@@ -103,19 +102,10 @@ def tpa_decode(
     kernels parallel_b, parallel_bh and parallel_bn of xopes, to which it adds lengths, ranks of k
     and v, several queries, float32 partial results, the log-sum-exp and the gradient.
     """
-    return _run(
-        *prepare(
-            (aq, ak, av, bq, bk, bv),
-            lengths,
-            page_table,
-            (scale, scale_q, scale_k, scale_v),
-            window,
-            batch_invariant,
-            axis_name,
-            implementation,
-            config,
-        )
-    )[0]
+    operands = aq, ak, av, bq, bk, bv, lengths, page_table
+    scales = scale, scale_q, scale_k, scale_v
+    options = window, batch_invariant, axis_name, implementation, config
+    return _run(*prepare(operands, scales, *options))[0]
 
 
 def tpa_decode_with_lse(
@@ -143,19 +133,10 @@ def tpa_decode_with_lse(
     Attention over disjoint sets of keys merges by it: with weights exp(lse_i - max lse), the
     weighted mean of the outputs is the attention over all the keys.
     """
-    return _run(
-        *prepare(
-            (aq, ak, av, bq, bk, bv),
-            lengths,
-            page_table,
-            (scale, scale_q, scale_k, scale_v),
-            window,
-            batch_invariant,
-            axis_name,
-            implementation,
-            config,
-        )
-    )
+    operands = aq, ak, av, bq, bk, bv, lengths, page_table
+    scales = scale, scale_q, scale_k, scale_v
+    options = window, batch_invariant, axis_name, implementation, config
+    return _run(*prepare(operands, scales, *options))
 
 
 class Scales(NamedTuple):
@@ -166,81 +147,63 @@ class Scales(NamedTuple):
 
 
 def prepare(
-    factors: Sequence[ArrayLike | None],
-    lengths: ArrayLike | Sequence[int] | None,
-    page_table: ArrayLike | None,
+    operands: Sequence[Any],
     scales: Sequence[ArrayLike | None],
     window: SupportsIndex | None = None,
     batch_invariant: bool | np.bool_ = False,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = "xla",
     config: TpaDecodeConfig | None = None,
-) -> tuple[vjp.Params, tuple[str, ...] | None, Factors, jax.Array | None, jax.Array | None, Scales]:
+) -> tuple[Params, Operands, Scales]:
     """What `evaluate` takes, or a refusal."""
     names = checks.axis_name(axis_name)
-    arrays: Any = tuple(
-        None if x is None and name == "bq" else checks.array(name, x)
-        for name, x in zip(FACTORS, factors, strict=True)
-    )
-    lengths = checks.optional_array("lengths", lengths)
-    table = checks.optional_array("page_table", page_table)
-    dtype = wide(arrays[0].dtype)
+    o = Operands(*map(_array, Operands._fields, operands))
+    dtype = wide(o.aq.dtype)
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
-    signatures = map(signature, (*arrays, lengths, table))
-    facts: Any = (*signatures, window, batch_invariant, names, implementation, config)
-    sizes, static = refusals.static(*facts)
-    query, value = reference.scales(*sizes, *given)
-    params = vjp.Params(
+    options = window, batch_invariant, names, implementation, config
+    sizes, params = refusals.static(Operands(*map(signature, o)), *options)
+    query, value = reference.scales(sizes, given)
+    arrays = Scales(*(x if isinstance(x, jax.Array) else None for x in (query, value)))
+    params = dataclasses.replace(
+        params,
         score_scale=1.0 if isinstance(query, jax.Array) else query,
         value_scale=1.0 if isinstance(value, jax.Array) else value,
-        config=config,
-        **static,
     )
-    arrays_of = (x if isinstance(x, jax.Array) else None for x in (query, value))
-    return params, names, arrays, lengths, table, Scales(*arrays_of)
+    return params, o, arrays
+
+
+def _array(name: str, x: Any) -> Any:
+    optional = name in ("bq", "lengths", "page_table")
+    return checks.optional_array(name, x) if optional else checks.array(name, x)
 
 
 def evaluate(
-    params: vjp.Params,
-    axis_name: tuple[str, ...] | None,
-    factors: tuple[jax.Array | None, ...],
-    lengths: jax.Array | None,
-    page_table: jax.Array | None,
+    params: Params,
+    operands: Operands,
     scales: Scales,
-    attention: Callable[..., Any] | None = None,
+    attention: Callable[[Params, Operands], Any] = vjp.attention,
 ) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp."""
-    aq, ak, av, bq, bk, bv = cast(Any, factors)
-    dtype, full = aq.dtype, jnp.dtype(wide(aq.dtype))
+    o, dtype = reference.with_ranks(operands), operands.aq.dtype
+    full = jnp.dtype(wide(dtype))
     if scales.query is not None:
-        aq = aq.astype(full) * scales.query.astype(full)
-        bq = None if bq is None else bq.astype(full)
-    ak, av, bk, bv = reference.with_ranks(ak, av, bk, bv)
-    if bk.dtype != ak.dtype:
-        bk, bv = refusals.no_gradient(bk), refusals.no_gradient(bv)
-    if lengths is not None:  # below 0 and 0 mean the same
-        lengths = reference.as_int32(lengths)
-    n, m = aq.shape[1], ak.shape[1]
-    if page_table is not None:
-        m *= page_table.shape[1]
-    lengths = reference.local_lengths(lengths, n, m, params.window, axis_name)
-    if lengths is not None:
-        lengths = jnp.broadcast_to(lengths, aq.shape[:1])
-    tables = () if page_table is None else (reference.as_int32(page_table),)
-    operands: Any = vary.unify(aq, ak, av, bq, bk, bv, lengths, *tables)
+        o = o._replace(aq=o.aq.astype(full) * scales.query.astype(full))
+        o = o._replace(bq=None if o.bq is None else o.bq.astype(full))
+    if o.bk.dtype != o.ak.dtype:
+        o = o._replace(bk=refusals.no_gradient(o.bk), bv=refusals.no_gradient(o.bv))
+    o = reference.with_lengths(o, params.window, params.axis_name)
+    o = Operands(*vary.unify(*o))
     if params.implementation != "xla":
-        attention = vjp.paged_attention if tables else vjp.attention
-        operands = forward_mode.refuse("tpa_decode", *operands)
-    attention = attention or vjp.reference
-    further = axis_name is not None or scales.value is not None
-    out, lse = attention(params, (full if further else dtype).name, *operands)
-    if axis_name is not None:
-        out, lse = reference.merge_shards(out, lse, axis_name)
+        o = Operands(*forward_mode.refuse("tpa_decode", *o))
+    # What is merged or scaled after the attention is not rounded before.
+    is_last = params.axis_name is None and scales.value is None
+    params = dataclasses.replace(params, out_dtype=(dtype if is_last else full).name)
+    out, lse = attention(params, o)
+    if params.axis_name is not None:
+        out, lse = reference.merge_shards(out, lse, params.axis_name)
     if scales.value is not None:
         out = out * scales.value.astype(full)
     return out.astype(dtype), lse
 
 
-_run: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(
-    evaluate, static_argnums=(0, 1), inline=True
-)
+_run: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(evaluate, static_argnums=0, inline=True)

@@ -60,7 +60,7 @@ def _choose_keys(
         # they would lie in shared memory as [entries, heads] (see `Keys.load_a`). A paged cache of
         # an even H in one tile takes 128 as well: pages are looked up half as often.
         is_even = s.h % 2 == 0 and len(head_tiles(block_h)) == 1
-        takes_128 = s.h % 8 == 0 or (s.pool is not None and is_even)
+        takes_128 = s.h % 8 == 0 or (s.pages is not None and is_even)
         entries, num_stages = (128, 2) if takes_128 else (64, 3)
         block_m, most_programs = min(entries, power_of_two(keys)), 2
     elif s.has_few_features and s.most_ranks == 1:
@@ -97,7 +97,7 @@ def split_size(m: int) -> int:
 
 def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     """The backward launch; None where all rows of a batch element do not fit in one program."""
-    block_n = 1 << (s.n - 1).bit_length()
+    block_n = power_of_two(s.n)
     rows = block_n * tile(s.h)
     if rows > 256:
         return None

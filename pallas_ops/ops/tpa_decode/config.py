@@ -1,8 +1,11 @@
-"""How big tpa_decode's blocks may be: launch choices, sizes, and what they take."""
+"""The arguments of tpa_decode, their sizes, launch choices, and the shared memory they take."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from pallas_ops.core import checks
+from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.tiles import power_of_two
 
 
@@ -29,6 +32,48 @@ class TpaDecodeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Params:
+    """The static arguments of a call."""
+
+    score_scale: float = 1.0
+    value_scale: float = 1.0
+    window: int | None = None
+    batch_invariant: bool = False
+    axis_name: tuple[str, ...] | None = None
+    implementation: Implementation | None = None
+    config: TpaDecodeConfig | None = None
+    out_dtype: str = "float32"
+
+
+class Operands(NamedTuple):
+    """The arrays of a pass. Absent ones are None; the last four are of the backward pass."""
+
+    aq: Any = None  # [B, N, H, R]; without bq [B, N, H, D]
+    ak: Any = None  # [B, M, Rk, H]; with a page table the cache has [pages, page size] first
+    av: Any = None  # [B, M, Rv, H]
+    bq: Any = None  # [B, N, R, D]
+    bk: Any = None  # [B, M, Rk, D]
+    bv: Any = None  # [B, M, Rv, E]
+    lengths: Any = None  # [B]
+    page_table: Any = None  # [B, pages of a row]
+    out: Any = None  # [B, N, H, E], as dout
+    lse: Any = None  # [B, N, H], as dlse
+    dout: Any = None
+    dlse: Any = None
+
+    @property
+    def m(self) -> int:
+        """The keys of a row."""
+        pages: int = 1 if self.page_table is None else self.page_table.shape[1]
+        return self.ak.shape[1] * pages  # type: ignore[no-any-return]
+
+    def with_cache(self, of: Callable[[Any], Any]) -> "Operands":
+        """The same with `of` each of the cache's factors."""
+        ak, av, bk, bv = map(of, (self.ak, self.av, self.bk, self.bv))
+        return self._replace(ak=ak, av=av, bk=bk, bv=bv)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The axes of one call (per device), and the padded ones of a program's tiles."""
 
@@ -46,7 +91,28 @@ class Sizes:
     has_bq: bool = True  # else aq is q itself, and r is D
     quantised: str | None = None  # the dtype of bk and bv where they have 8 bits
     out_dtype: str = "float32"
-    pool: int | None = None  # how many keys all pages have
+    pages: tuple[int, int] | None = None  # how many there are, and how many keys each has
+
+    @classmethod
+    def of(cls, o: Operands, out_dtype: str = "float32") -> "Sizes":
+        b, n, h, r = o.aq.shape
+        return cls(
+            b=b,
+            n=n,
+            m=o.m,
+            h=h,
+            r=r,
+            d=o.bk.shape[-1],
+            e=o.bv.shape[-1],
+            rk=o.ak.shape[2],
+            rv=o.av.shape[2],
+            dtype=o.ak.dtype.name,
+            wide_queries=o.aq.dtype != o.ak.dtype,
+            has_bq=o.bq is not None,
+            quantised=None if o.bk.dtype == o.ak.dtype else o.bk.dtype.name,
+            out_dtype=out_dtype,
+            pages=None if o.page_table is None else o.ak.shape[:2],
+        )
 
     @property
     def tile_r(self) -> int:
@@ -112,7 +178,7 @@ class Sizes:
     def has_pairs(self, block_h: int) -> bool:
         """Whether heads are loaded in pairs, as those of an odd H are (see `Keys.load_a`)."""
         even = self.rk % 2 == self.rv % 2 == 0 and (block_h % 2 == 0 or block_h >= self.h)
-        keys = self.pool or self.m
+        keys = self.m if self.pages is None else self.pages[0] * self.pages[1]
         is_short = keys * max(self.rk, self.rv) * self.h < 2**31  # places are int32
         return self.h % 2 == 1 and self.dtype != "float32" and even and is_short
 
@@ -123,13 +189,13 @@ class Sizes:
         width = 4 if self.dtype == "float32" else 2
         heads *= (self.tile_rk + self.tile_rv) * width
         features = self.tile_rk * self.tile_d + self.tile_rv * self.tile_e
-        buffers, table = max(c.num_stages - 1, 1), 8 * self.most_ranks if self.pool else 0
+        buffers, table = max(c.num_stages - 1, 1), 8 * self.most_ranks if self.pages else 0
         return buffers * (heads + (1 if self.quantised else width) * features + table)
 
 
 def tile(size: int) -> int:
     """The power of two, at least 16 (the tensor cores' least), that holds `size`."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
 
 
 def head_tiles(block_h: int) -> tuple[int, ...]:

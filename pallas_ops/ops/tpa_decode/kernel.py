@@ -20,7 +20,7 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, power_of_two
 from pallas_ops.ops.tpa_decode.choose import choose
-from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import (
     Keys,
     blocks_of_split,
@@ -29,66 +29,34 @@ from pallas_ops.ops.tpa_decode.keys import (
     look_up,
     sum_ranks,
 )
-from pallas_ops.ops.tpa_decode.matmul import dot
+from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
 from pallas_ops.ops.tpa_decode.merge import merge
-from pallas_ops.ops.tpa_decode.queries import Queries
-from pallas_ops.ops.tpa_decode.tiles import (
-    LOWEST,
-    Plan,
-    Rows,
-    flat,
-    per_batch,
-    sizes,
-    store,
-)
-from pallas_ops.ops.tpa_decode.words import join, pack, times
+from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, flattened, per_batch, store
+from pallas_ops.ops.tpa_decode.words import join, pack, split, times
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # maximum, sum, accumulators of some rows
 Carry = tuple[list[jax.Array] | None, list[State]]  # pages of the block, if looked up ahead
 
 
-def forward(
-    aq: jax.Array,
-    ak: jax.Array,
-    av: jax.Array,
-    bq: jax.Array | None,
-    bk: jax.Array,
-    bv: jax.Array,
-    lengths: jax.Array | None,
-    page_table: jax.Array | None = None,
-    *,
-    score_scale: float,
-    value_scale: float,
-    window: int | None,
-    batch_invariant: bool,
-    out_dtype: str,
-    config: TpaDecodeConfig | None,
-) -> tuple[jax.Array, jax.Array]:
-    """out [B, N, H, E] and lse [B, N, H] of factors with a rank axis.
-
-    With a page table the cache's factors have [pages, page size] in place of [B, M].
-    """
-    s = sizes(aq, ak, av, bq, bk, bv, page_table, out_dtype)
+def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Array]:
+    """out [B, N, H, E] and lse [B, N, H]."""
+    o = Operands(*operands)
+    s = Sizes.of(o, p.out_dtype)
     _check_features(s)
-    c = config or choose(s, card.current(), batch_invariant=batch_invariant)
-    pages = None if page_table is None else (ak.shape[0], ak.shape[1])
-    plan = Plan(s, c, score_scale, value_scale, window, batch_invariant, pages)
-    rows, splits = s.n * s.h, c.num_splits
-    if pages is not None:  # one cache for the whole batch
-        ak, av, bk, bv = (x.reshape(1, -1, *x.shape[2:]) for x in (ak, av, bk, bv))
-    ak, av = (x.reshape(len(x), -1) if plan.pairs else flat(x, 3) for x in (ak, av))
+    c = p.config or choose(s, card.current(), batch_invariant=p.batch_invariant)
+    plan, rows, splits = Plan(s, c, p), s.n * s.h, c.num_splits
+    if s.pages is not None:  # one cache for the whole batch
+        o = o.with_cache(lambda x: x.reshape(1, -1, *x.shape[2:]))
     if s.quantised:
-        bk, bv = pack(bk), pack(bv)
-    features = (None if x is None else flat(x, 3) for x in (bq, bk, bv))
-    lengths = None if lengths is None else lengths[:, None]
-    operands = flat(aq, 3), ak, av, *features, lengths, page_table
-    dtype = jnp.dtype(out_dtype if splits == 1 or s.is_rounded else jnp.float32)
+        o = o._replace(bk=pack(o.bk), bv=pack(o.bv))
+    arrays = flattened(plan, o)[:8]  # up to the page table
+    dtype = jnp.dtype(p.out_dtype if splits == 1 or s.is_rounded else jnp.float32)
     out, lse = launch(
         partial(_forward_kernel, plan=plan),
-        *operands,
+        *arrays,
         name="tpa_decode",
         grid=(plan.row_blocks, splits, s.b),
-        in_specs=[None if x is None else per_batch(x) for x in operands],
+        in_specs=[None if x is None else per_batch(x) for x in arrays],
         out_specs=[
             pl.BlockSpec((None, None, rows, s.e), lambda _, i, b: (b, i, 0, 0)),
             pl.BlockSpec((None, None, rows), lambda _, i, b: (b, i, 0)),
@@ -99,11 +67,11 @@ def forward(
         ],
         num_warps=c.num_warps,
         # Triton shares the stages out between two copies in a row, of the table and of its pages.
-        num_stages=c.num_stages if pages is None or plan.looks_ahead else 2 * c.num_stages - 1,
+        num_stages=c.num_stages if s.pages is None or plan.looks_ahead else 2 * c.num_stages - 1,
     )
     if splits > 1:
         # Blocks of one size add up in one order, however many splits the cache's size makes.
-        out, lse = merge(out, lse, out_dtype, 32 if batch_invariant else power_of_two(splits))
+        out, lse = merge(out, lse, p.out_dtype, 32 if p.batch_invariant else power_of_two(splits))
     return out.reshape(s.b, s.n, s.h, s.e), lse.reshape(s.b, s.n, s.h)
 
 
@@ -133,7 +101,10 @@ def _forward_kernel(
 ) -> None:
     s = plan.s
     tiles = Rows.of_program(plan, pl.program_id(0) if plan.row_blocks > 1 else 0)
-    queries = Queries(tiles, aq_ref, bq_ref)
+    aqs, bq = [rows.load_aq(aq_ref) for rows in tiles], tiles[0].load_bq(bq_ref)
+    aqs_in_parts = [split(aq, s.parts if bq is None else 1) for aq in aqs]
+    bq_in_parts = None if bq is None else split(bq, s.parts)
+    score_scale = plan.p.score_scale * LOG2E
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
     has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
@@ -143,15 +114,17 @@ def _forward_kernel(
         # Masks are the faster ones where two tiles load of one contiguous cache, by 10 %.
         masked = len(tiles) > 1 and table_ref is None
         keys = Keys(plan, i, limit, first_key, table_ref, pages, masked=masked, all_count=all_count)
-        inner = queries.inner(keys.load_b(bk_ref, s.rk, s.d))
+        inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
+        if bq_in_parts is not None:  # [queries x ranks, entries]
+            inner = [score_scale * sum_of_products(bq_in_parts, inner, 3)]
         bv = keys.load_b(bv_ref, s.rv, s.e)
 
         def of(tile: int, state: State) -> State:
             top, total, accs = state
-            score = queries.times(tile, inner) * keys.load_a(tiles[tile], ak_ref, s.rk)
-            score = sum_ranks(score, s.rk)
+            score = sum_of_products(aqs_in_parts[tile], inner, plan.score_pieces)
+            score = sum_ranks(score * keys.load_a(tiles[tile], ak_ref, s.rk), s.rk)
             if bq_ref is None:
-                score *= queries.scale
+                score *= score_scale
             score = jnp.where(keys.seen(tiles[tile], length), score, -jnp.inf)
             new_top = jnp.maximum(top, score.max(axis=1))
             p = exp2(score - new_top[:, None])
@@ -173,7 +146,7 @@ def _forward_kernel(
 
     pages = look_up(plan, start, table_ref, limit) if plan.looks_ahead else None
     carry: Carry = pages, [_empty(plan, rows) for rows in tiles]
-    if has_wide_tile and plan.window is None and not Keys(plan, start, limit).all_count:
+    if has_wide_tile and plan.p.window is None and not Keys(plan, start, limit).all_count:
         # Blocks of which all keys count come first. Where a block may end early ptxas makes these
         # tiles' asynchronous products (wgmma) wait for one another: 8 % of the time.
         whole = jnp.minimum(stop, limit // plan.c.block_m)
@@ -184,7 +157,7 @@ def _forward_kernel(
         none = total == 0
         nonzero = jnp.where(none, 1.0, total)
         lse = jnp.where(none, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
-        store(out_ref, join(accs) * (plan.value_scale / nonzero)[:, None], *rows.whole(s.e))
+        store(out_ref, join(accs) * (plan.p.value_scale / nonzero)[:, None], *rows.whole(s.e))
         plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
 
 

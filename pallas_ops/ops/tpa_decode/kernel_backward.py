@@ -14,72 +14,51 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_ops.core import card
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig, tile
+from pallas_ops.ops.tpa_decode import reference
+from pallas_ops.ops.tpa_decode.choose import choose_backward
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, tile
 from pallas_ops.ops.tpa_decode.keys import Keys, each_rank, key_range, part, sum_ranks
 from pallas_ops.ops.tpa_decode.matmul import dot
-from pallas_ops.ops.tpa_decode.tiles import (
-    Plan,
-    Rows,
-    flat,
-    load,
-    per_batch,
-    sizes,
-    store,
-)
+from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, flattened, load, per_batch, store
 
 
-def backward(
-    aq: jax.Array,
-    ak: jax.Array,
-    av: jax.Array,
-    bq: jax.Array | None,
-    bk: jax.Array,
-    bv: jax.Array,
-    lengths: jax.Array | None,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array,
-    *,
-    score_scale: float,
-    value_scale: float,
-    window: int | None,
-    config: TpaDecodeConfig,
-) -> tuple[jax.Array, ...]:
-    """Gradients of the factors (with a rank axis); all rows of a batch in one program."""
-    s = sizes(aq, ak, av, bq, bk, bv)
-    plan = Plan(s, config, score_scale, value_scale, window)
-    keyed = tuple(flat(x, 3) for x in (ak, av, bk, bv))
-    heads = tuple(x.reshape(s.b, -1) if plan.pairs else x for x in keyed[:2])
-    of_queries = [x for x in (aq, bq) if x is not None]
-    queries = (flat(aq, 3), None if bq is None else flat(bq, 3))
-    results = (flat(out, 3), flat(dout, 3), lse.reshape(s.b, -1), dlse.reshape(s.b, -1))
-    lengths = None if lengths is None else lengths[:, None]
-    operands = (*queries, lengths, *heads, *keyed[2:], *results)
+def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
+    """Gradients of the factors; all rows of a batch in one program, or else the reference's."""
+    o = Operands(*operands)
+    s = Sizes.of(o)
+    config = choose_backward(s, card.current())
+    if config is None:
+        return reference.backward(*operands, p=p)
+    plan = Plan(s, config, p)
+    f = flattened(plan, o)
+    arrays = f.aq, f.bq, f.lengths, f.ak, f.av, f.bk, f.bv, f.out, f.dout, f.lse, f.dlse
+    of_queries, of_keys = [x for x in (o.aq, o.bq) if x is not None], (o.ak, o.av, o.bk, o.bv)
+    keyed = [flat(x) for x in of_keys]
     splits = config.num_splits
-    partials = [(s.b, splits, *flat(x, 3).shape[1:]) for x in of_queries]
+    partials = [(s.b, splits, *flat(x).shape[1:]) for x in of_queries]
     grads = launch(
         partial(_backward_kernel, plan=plan),
-        *operands,
+        *arrays,
         name="tpa_decode_backward",
         grid=(splits, s.b),
-        in_specs=[None if x is None else per_batch(x) for x in operands],
+        in_specs=[None if x is None else per_batch(x) for x in arrays],
         out_specs=[
-            *(pl.BlockSpec((None, None, *p[2:]), lambda i, b: (b, i, 0, 0)) for p in partials),
+            *(pl.BlockSpec((None, None, *x[2:]), lambda i, b: (b, i, 0, 0)) for x in partials),
             *(per_batch(x) for x in keyed),
         ],
         out_shape=[
-            *(jax.ShapeDtypeStruct(p, jnp.float32) for p in partials),
+            *(jax.ShapeDtypeStruct(x, jnp.float32) for x in partials),
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keyed),
         ],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    dkeyed = [g.reshape(x.shape) for g, x in zip(grads[-4:], (ak, av, bk, bv), strict=True)]
+    dkeyed = [g.reshape(x.shape) for g, x in zip(grads[-4:], of_keys, strict=True)]
     daq, *dbq = (
         g.sum(axis=1).astype(x.dtype).reshape(x.shape)
         for g, x in zip(grads[:-4], of_queries, strict=True)
@@ -124,14 +103,14 @@ def _backward_kernel(
         inner = bk.T if bq is None else exact(bq, bk.T)
         ak, u = keys.load_a(rows, ak_ref, s.rk), exact(aq, inner)
         score = sum_ranks(u * ak, s.rk)
-        p = exp2((score * plan.score_scale - lse[:, None]) * LOG2E)
+        p = exp2((score * plan.p.score_scale - lse[:, None]) * LOG2E)
         p = jnp.where(keys.seen(rows, length) & rows.inside[:, None], p, 0.0)
-        av = keys.load_a(rows, av_ref, s.rv) * plan.value_scale
+        av = keys.load_a(rows, av_ref, s.rv) * plan.p.value_scale
         t = exact(dout, load(bv_ref, *keys.features(s.rv, s.e)).T)
         p_each = each_rank(p, s.rv)
-        store(dav_ref, rows.gather(p_each * t) * plan.value_scale, *stored.heads(rows, s.rv))
+        store(dav_ref, rows.gather(p_each * t) * plan.p.value_scale, *stored.heads(rows, s.rv))
         store(dbv_ref, exact((p_each * av).T, dout), *stored.features(s.rv, s.e))
-        ds = p * (sum_ranks(t * av, s.rv) - delta[:, None]) * plan.score_scale
+        ds = p * (sum_ranks(t * av, s.rv) - delta[:, None]) * plan.p.score_scale
         ds = each_rank(ds, s.rk)
         store(dak_ref, rows.gather(ds * u), *stored.heads(rows, s.rk))
         g = ds * ak

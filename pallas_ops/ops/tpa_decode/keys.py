@@ -53,44 +53,30 @@ class Keys:
 
     def seen(self, rows: Rows, length: jax.Array | int) -> jax.Array:
         """[rows, keys]: query n of N sees the last `window` keys m < length - (N - 1 - n)."""
-        s, window = self.plan.s, self.plan.window
+        s, window = self.plan.s, self.plan.p.window
         if s.n == 1:
             return self.inside[None, :]
         last = (length - (s.n - 1) + rows.query)[:, None]
         seen = self.index[None, :] < jnp.minimum(last, s.m)
         return seen if window is None else seen & (self.index[None, :] >= last - window)
 
-    def entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """Which rows of an array [M ranks, ..] they are, and which of these exist."""
-        if ranks == 1:
-            return self._rows(self.index, None, 1)
-        return self._rows(*grouped(self.plan.c.block_m, power_of_two(ranks)), ranks)
-
-    def odd_entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """Those of odd ranks."""
-        key, rank = grouped(self.plan.c.block_m, power_of_two(ranks) // 2)
-        return self._rows(key, 2 * rank + 1, ranks)
-
-    def _rows(
-        self, key: jax.Array, rank: jax.Array | None, ranks: int
-    ) -> tuple[jax.Array, jax.Array]:
-        if rank is not None:
-            key += self.begin
+    def entries(self, ranks: int, *, odd: bool = False) -> tuple[jax.Array, jax.Array]:
+        """Which rows of an array [M ranks, ..] they are (or those of odd ranks); which exist."""
+        key, rank = grouped(self.plan.c.block_m, power_of_two(ranks) >> odd)
+        key = self.index if ranks == 1 else key + self.begin
+        rank = 2 * rank + 1 if odd else rank
         exists = self._count(key) if self.masked else jnp.full(key.shape, True)
         if not self.masked and not self.all_count:
             key = jnp.minimum(key, self.stop - 1)
             key = key if self.first is None else jnp.maximum(key, self.first)
-        place = self._place(key)
-        if rank is None:
-            return place, exists
-        return place * ranks + rank, exists & (rank < ranks)
+        return self._place(key) * ranks + rank, exists & (rank < ranks)
 
     def _place(self, key: jax.Array) -> jax.Array:
         """Where keys are in the cache. A page out of range is taken for the nearest one."""
         if self.table_ref is None:
             return key
-        assert self.plan.pages is not None
-        number, size = self.plan.pages
+        assert self.plan.s.pages is not None
+        number, size = self.plan.s.pages
         if self.pages is not None:
             first, *others = self.pages
             begin = lax.div(self.begin, size) * size
@@ -155,13 +141,13 @@ class Keys:
         their odd heads the first numbers of the pairs from p + 1 on.
         """
         column = span(rows.tile_h).reshape(-1, 1, 16)
+        heads = self.plan.s.h - rows.first_h
 
-        def load_pairs(
-            entries: tuple[jax.Array, jax.Array], offset: int, stop: jax.Array | int
-        ) -> list[jax.Array]:
-            """First and second numbers, each [heads / 16, 8, entries]."""
-            entry, inside = entries
-            place = 2 * ((entry * self.plan.s.h + rows.first_h + offset) >> 1)
+        def load_pairs(*, odd: bool) -> list[jax.Array]:
+            """First and second numbers, each [heads / 16, 8, entries], of odd ranks or of all."""
+            entry, inside = self.entries(ranks, odd=odd)
+            stop = heads - 1 if odd else heads + 1
+            place = 2 * ((entry * self.plan.s.h + rows.first_h + int(odd)) >> 1)
             mask = inside[None, :, None] & (column < stop)
             x = plgpu.load(ref.at[place[None, :, None] + column], mask=mask, other=0.0)
             return unstack(x.reshape(*x.shape[:2], 8, 2).swapaxes(1, 2))
@@ -170,9 +156,8 @@ class Keys:
             """Those of even ranks and those of odd ranks, each [heads / 16, 8, entries / 2]."""
             return unstack(x.reshape(*x.shape[:2], -1, 2))
 
-        heads = self.plan.s.h - rows.first_h
-        first, second = (of_ranks(x) for x in load_pairs(self.entries(ranks), 0, heads + 1))
-        odd_of_odd, _ = load_pairs(self.odd_entries(ranks), 1, heads - 1)
+        first, second = (of_ranks(x) for x in load_pairs(odd=False))
+        odd_of_odd, _ = load_pairs(odd=True)
         even_heads = jnp.stack([first[0], second[1]], axis=-1)
         odd_heads = jnp.stack([second[0], odd_of_odd], axis=-1)
         x = jnp.stack([even_heads, odd_heads], axis=-1)  # [heads / 16, 8, entries / 2, 2, 2]
@@ -195,8 +180,8 @@ def each_rank(x: jax.Array, ranks: int) -> jax.Array:
 
 def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array]:
     """The pages of a block; those behind the last key that counts are not read."""
-    assert plan.pages is not None
-    number, size = plan.pages
+    assert plan.s.pages is not None
+    number, size = plan.s.pages
     first = lax.div(step * plan.c.block_m, size)
     numbers = [first + j for j in range(plan.pages_a_block)]
     pages = [plgpu.load(table_ref.at[i], mask=i * size < limit, other=0) for i in numbers]
@@ -207,7 +192,7 @@ def key_range(
     rows: Rows, length_ref: Ref | None
 ) -> tuple[jax.Array | int, jax.Array | int, jax.Array | int]:
     """The cache's length as given; of what the rows see, the first key and one past the last."""
-    s, c, window = rows.plan.s, rows.plan.c, rows.plan.window
+    s, c, window = rows.plan.s, rows.plan.c, rows.plan.p.window
     length = s.m if length_ref is None else length_ref[0]
     stop = length
     if s.n > c.block_n:  # what the last query of these sees
@@ -224,10 +209,10 @@ def blocks_of_split(
 ) -> tuple[Any, Any]:
     """The blocks of keys of one split: the first, and one past the last."""
     c, begin, end = plan.c, first // plan.c.block_m, pl.cdiv(stop, plan.c.block_m)
-    if plan.batch_invariant:
+    if plan.p.batch_invariant:
         blocks = split_size(plan.s.m) // c.block_m
         return jnp.maximum(begin, split * blocks), jnp.minimum(end, (split + 1) * blocks)
-    if plan.window is None:
+    if plan.p.window is None:
         return part(split, c.num_splits, end)
     # A shard that the window does not reach ends before it begins.
     start, stop = part(split, c.num_splits, _at_least_0(end - begin))

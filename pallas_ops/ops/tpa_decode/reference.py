@@ -1,6 +1,6 @@
 """What tpa_decode means, in jax.numpy."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import is_explicit
 from pallas_ops.core.shards import Names, gather
+from pallas_ops.ops.tpa_decode.config import Operands, Params
 
 Scale = float | jax.Array
 
@@ -23,30 +24,25 @@ def _einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(formula, x, y, precision="highest", preferred_element_type=wide(x.dtype))
 
 
-def with_ranks(*factors: jax.Array) -> tuple[jax.Array, ...]:
+def with_ranks(o: Operands) -> Operands:
     """[B, M, x] as [B, M, 1, x]: one key or value rank."""
-    return tuple(f[:, :, None] if f.ndim == 3 else f for f in factors)
+    return o.with_cache(lambda x: x[:, :, None] if x.ndim == 3 else x)
 
 
 def scales(
-    d: int,
-    r: int | None,
-    rk: int,
-    rv: int,
-    scale: Scale | None = None,
-    scale_q: Scale | None = None,
-    scale_k: Scale | None = None,
-    scale_v: Scale | None = None,
+    sizes: tuple[int, int | None, int, int], given: Sequence[Scale | None]
 ) -> tuple[Scale, Scale]:
     """scale * scale_q * scale_k, and scale_v; by default D**-0.5 / (R Rk), and 1 / Rv.
 
     A query without factors has no R, and counts as it is.
     """
+    d, r, rk, rv = sizes
+    scale, query, key, value = given
     scale = _size(d) ** -0.5 if scale is None else scale
-    scale_q = (1.0 if r is None else 1 / _size(r)) if scale_q is None else scale_q
-    scale_k = 1 / _size(rk) if scale_k is None else scale_k
-    scale_v = 1 / _size(rv) if scale_v is None else scale_v
-    return scale * scale_q * scale_k, scale_v
+    query = (1.0 if r is None else 1 / _size(r)) if query is None else query
+    key = 1 / _size(rk) if key is None else key
+    value = 1 / _size(rv) if value is None else value
+    return scale * query * key, value
 
 
 def _size(x: Any) -> Any:
@@ -63,51 +59,32 @@ def as_int32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int32)
 
 
-def local_lengths(
-    lengths: jax.Array | None, n: int, m: int, window: int | None, axis_name: Names | None
-) -> jax.Array | None:
-    """Lengths counted from the start of this shard's part of the cache (may be > M).
+def with_lengths(o: Operands, window: int | None, axis_name: Names | None) -> Operands:
+    """Lengths [B] counted from the start of this shard's part of the cache (may be > M).
 
     None where all keys exist and nothing is counted from the last one.
     """
-    from_last = n != 1 or window is not None
-    if axis_name is None:
-        return jnp.clip(lengths, 0, m) if from_last and lengths is not None else lengths
-    total = m * lax.axis_size(axis_name)
-    start = m * lax.axis_index(axis_name)
+    lengths = None if o.lengths is None else as_int32(o.lengths)
+    from_last = o.aq.shape[1] != 1 or window is not None
+    if axis_name is not None:
+        total = o.m * lax.axis_size(axis_name)
+        start = o.m * lax.axis_index(axis_name)
+        if lengths is not None:  # below 0 and 0 mean the same
+            lengths = jnp.maximum(jnp.minimum(lengths, total) - start, 0)
+        elif from_last:
+            lengths = total - start
+    elif from_last and lengths is not None:
+        lengths = jnp.clip(lengths, 0, o.m)
     if lengths is not None:
-        return jnp.maximum(jnp.minimum(lengths, total) - start, 0)
-    return total - start if from_last else None
+        lengths = jnp.broadcast_to(lengths, o.aq.shape[:1])
+    return o._replace(lengths=lengths)
 
 
-def by_query(lengths: jax.Array | None, n: int, m: int, window: int | None) -> jax.Array | None:
-    """Which keys each query sees, [B or 1, N, M]; None for all of them."""
-    if lengths is None and n == 1 and window is None:
-        return None
-    lengths = jnp.asarray(m if lengths is None else lengths, jnp.int32).reshape(-1, 1)
-    stop = lengths - (n - 1 - jnp.arange(n, dtype=jnp.int32))[None]
-    return _between(None if window is None else stop - window, stop, m)
-
-
-def by_any(lengths: jax.Array | None, n: int, m: int, window: int | None) -> jax.Array | None:
-    """Which keys some query sees, [B or 1, M]; None for all of them."""
-    if lengths is None and window is None:
-        return None
-    stop = jnp.asarray(m if lengths is None else lengths, jnp.int32).reshape(-1)
-    return _between(None if window is None else stop - (n - 1) - window, stop, m)
-
-
-def _between(first: jax.Array | None, stop: jax.Array, m: int) -> jax.Array:
-    """Which of M keys are from `first` to before `stop`; a new last axis."""
-    key = jnp.arange(m, dtype=jnp.int32).reshape(*(1,) * stop.ndim, m)
-    seen = key < stop[..., None]
-    return seen if first is None else seen & (key >= first[..., None])
-
-
-def from_pages(table: jax.Array, *factors: jax.Array) -> tuple[jax.Array, ...]:
-    """Pools [P, page size, ...] as each row's [B, M, ...]; a page out of range is the nearest."""
-    b, pages = table.shape
-    table = jnp.maximum(table, 0)  # negative indices would count from the end
+def from_pages(o: Operands) -> Operands:
+    """Each row's own [B, M, ...] in place of pages; a page out of range is the nearest."""
+    if o.page_table is None:
+        return o
+    table = jnp.maximum(o.page_table, 0)  # negative indices would count from the end
 
     def of_rows(x: jax.Array) -> jax.Array:
         sharding, pool = jax.typeof(table).sharding, jax.typeof(x).sharding
@@ -115,57 +92,95 @@ def from_pages(table: jax.Array, *factors: jax.Array) -> tuple[jax.Array, ...]:
         to = NamedSharding(pool.mesh, spec) if is_explicit(x) else None
         # The gradients of a page that many rows share add up in float32.
         full = x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
-        return full.at[table].get(mode="clip", out_sharding=to).astype(x.dtype)
+        rows = full.at[table].get(mode="clip", out_sharding=to).astype(x.dtype)
+        return rows.reshape(len(table), o.m, *x.shape[2:])
 
-    rows = map(of_rows, factors)
-    return tuple(x.reshape(b, pages * x.shape[2], *x.shape[3:]) for x in rows)
-
-
-def existing(seen: jax.Array | None, *factors: jax.Array) -> tuple[jax.Array, ...]:
-    """Factors [B, M, rank, x], zero where nobody sees a key, for there they may hold NaN."""
-    if seen is None:
-        return factors
-    return tuple(jnp.where(seen[:, :, None, None], x, jnp.zeros_like(x)) for x in factors)
+    return o.with_cache(of_rows)._replace(page_table=None)
 
 
-def dequantised(like: jax.Array, b: jax.Array) -> jax.Array:
+def dequantised(o: Operands) -> Operands:
     """Feature factors in the dtype of the head factors, which holds all that 8 bits can be."""
-    return b.astype(like.dtype) if b.dtype.itemsize == 1 else b
+    if o.bk.dtype.itemsize != 1:
+        return o
+    return o._replace(bk=o.bk.astype(o.ak.dtype), bv=o.bv.astype(o.ak.dtype))
 
 
-def attend(
-    aq: jax.Array,
-    ak: jax.Array,
-    av: jax.Array,
-    bq: jax.Array | None,
-    bk: jax.Array,
-    bv: jax.Array,
-    lengths: jax.Array | None,
-    *,
-    score_scale: float,
-    value_scale: float,
-    window: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp in float32; ak, av, bk, bv have a rank axis."""
-    n, m = aq.shape[1], ak.shape[1]
-    bk, bv = dequantised(ak, bk), dequantised(av, bv)
-    ak, av, bk, bv = existing(by_any(lengths, n, m, window), ak, av, bk, bv)
-    seen = by_query(lengths, n, m, window)
-    if bq is None:
-        score = _einsum("bnhd,bmkd->bnhkm", aq, bk)
+def _of_seen_keys(p: Params, o: Operands) -> tuple[Operands, jax.Array | None]:
+    """The operands, and which keys each query sees, [B or 1, N, M]; None for all of them.
+
+    Factors are zero where nobody sees a key, for there they may hold NaN.
+    """
+    o, n = dequantised(o), o.aq.shape[1]
+    if o.lengths is None and n == 1 and p.window is None:
+        return o, None
+    lengths = jnp.asarray(o.m if o.lengths is None else o.lengths, jnp.int32).reshape(-1, 1, 1)
+    stop = lengths - (n - 1 - jnp.arange(n, dtype=jnp.int32))[None, :, None]
+    key = jnp.arange(o.m, dtype=jnp.int32)[None, None]
+    seen = key < stop
+    if p.window is not None:
+        seen &= key >= stop - p.window
+    if o.lengths is not None or p.window is not None:
+        by_any = seen.any(axis=1)[:, :, None, None]
+        o = o.with_cache(lambda x: jnp.where(by_any, x, jnp.zeros_like(x)))
+    return o, seen
+
+
+def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Array]:
+    """out [B, N, H, E] and lse [B, N, H]."""
+    o = from_pages(Operands(*operands))
+
+    def of_row(row: Operands) -> Any:
+        return jax.tree.map(lambda y: y[0], attend(p, jax.tree.map(lambda x: x[None], row)))
+
+    # One row of the batch at a time: what XLA makes of it does not know the batch.
+    out, lse = lax.map(of_row, o) if p.batch_invariant else attend(p, o)
+    return out.astype(p.out_dtype), lse
+
+
+def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
+    """Of these keys' part in an attention to more of them, whose out and lse are given."""
+    o = Operands(*operands)
+
+    def run(*factors: Any) -> tuple[jax.Array, jax.Array]:
+        return attend(p, Operands(*factors)._replace(lengths=o.lengths))
+
+    (own, own_lse), pullback = jax.vjp(run, *o[:6])
+    weight = jnp.exp(own_lse - jnp.where(o.lse == -jnp.inf, 0, o.lse))
+    dout = o.dout.astype(o.lse.dtype)
+    dlse = o.dlse + ((own - o.out.astype(o.lse.dtype)) * dout).sum(axis=-1)
+    grads = pullback((weight[..., None] * dout, weight * dlse))
+    return tuple(g for g in grads if g is not None)
+
+
+def attend(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp in float32."""
+    o, seen = _of_seen_keys(p, o)
+    if o.bq is None:
+        score = _einsum("bnhd,bmkd->bnhkm", o.aq, o.bk)
     else:
-        inner = _einsum("bnrd,bmkd->bnrkm", bq, bk)
-        score = _einsum("bnhr,bnrkm->bnhkm", aq, inner)
-    score = score_scale * _einsum("bnhkm,bmkh->bnhm", score, ak)
+        inner = _einsum("bnrd,bmkd->bnrkm", o.bq, o.bk)
+        score = _einsum("bnhr,bnrkm->bnhkm", o.aq, inner)
+    score = p.score_scale * _einsum("bnhkm,bmkh->bnhm", score, o.ak)
+    weight, lse = softmax(score, seen)
+    weight = p.value_scale * _einsum("bnhm,bmkh->bnhkm", weight, o.av)
+    return _einsum("bnhkm,bmke->bnhe", weight, o.bv), lse
+
+
+def naive(p: Params, o: Operands) -> tuple[jax.Array, None]:
+    """The output of `forward`, by materialising q, k and v in their factors' dtypes."""
+    o, seen = _of_seen_keys(p, from_pages(o))
+    q = o.aq if o.bq is None else _einsum("bnhr,bnrd->bnhd", o.aq, o.bq).astype(o.aq.dtype)
+    k = _einsum("bmkh,bmkd->bmhd", o.ak, o.bk).astype(o.ak.dtype)
+    v = _einsum("bmkh,bmke->bmhe", o.av, o.bv).astype(o.av.dtype)
+    weight, _ = softmax(p.score_scale * _einsum("bnhd,bmhd->bnhm", q, k), seen)
+    out = p.value_scale * _einsum("bnhm,bmhe->bnhe", weight, v)
+    return out.astype(p.out_dtype), None
+
+
+def softmax(score: jax.Array, seen: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Softmax over the last axis and its log-sum-exp; a row of -inf (or none) gives 0 and -inf."""
     if seen is not None:
         score = jnp.where(seen[:, :, None], score, -jnp.inf)
-    p, lse = softmax(score)
-    weight = value_scale * _einsum("bnhm,bmkh->bnhkm", p, av)
-    return _einsum("bnhkm,bmke->bnhe", weight, bv), lse
-
-
-def softmax(score: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Softmax over the last axis and its log-sum-exp; a row of -inf (or none) gives 0 and -inf."""
     top = jnp.max(score, axis=-1, initial=-jnp.inf)
     top = stop_gradient(jnp.where(top == -jnp.inf, 0, top))
     p = jnp.exp(score - top[..., None])
@@ -181,47 +196,5 @@ def merge_shards(out: jax.Array, lse: jax.Array, axis_name: Names) -> tuple[jax.
     One exchange: every device gets all partial results, and adds them up in one order.
     """
     parts = gather(jnp.concatenate([out, lse[..., None].astype(out.dtype)], axis=-1), axis_name)
-    return merge(parts[..., :-1], parts[..., -1])
-
-
-def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Merges attention over disjoint sets of keys, along the first axis."""
-    weight, total = softmax(jnp.moveaxis(lse, 0, -1))
-    return (out * jnp.moveaxis(weight, -1, 0)[..., None]).sum(axis=0), total
-
-
-def by_row(run: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    """`run` on one row of the batch at a time: what XLA makes of it does not know the batch."""
-
-    def one(row: Any) -> Any:
-        return jax.tree.map(lambda y: y[0], run(*jax.tree.map(lambda x: x[None], row)))
-
-    return lax.map(one, operands)
-
-
-def attend_naive(
-    aq: jax.Array,
-    ak: jax.Array,
-    av: jax.Array,
-    bq: jax.Array | None,
-    bk: jax.Array,
-    bv: jax.Array,
-    lengths: jax.Array | None,
-    *,
-    score_scale: float,
-    value_scale: float,
-    window: int | None,
-) -> jax.Array:
-    """The output of `attend`, by materialising q, k and v in their factors' dtypes."""
-    n, m = aq.shape[1], ak.shape[1]
-    bk, bv = dequantised(ak, bk), dequantised(av, bv)
-    ak, av, bk, bv = existing(by_any(lengths, n, m, window), ak, av, bk, bv)
-    seen = by_query(lengths, n, m, window)
-    q = aq if bq is None else _einsum("bnhr,bnrd->bnhd", aq, bq).astype(aq.dtype)
-    k = _einsum("bmkh,bmkd->bmhd", ak, bk).astype(ak.dtype)
-    v = _einsum("bmkh,bmke->bmhe", av, bv).astype(av.dtype)
-    score = score_scale * _einsum("bnhd,bmhd->bnhm", q, k)
-    if seen is not None:
-        score = jnp.where(seen[:, :, None], score, -jnp.inf)
-    p, _ = softmax(score)
-    return value_scale * _einsum("bnhm,bmhe->bnhe", p, v)
+    weight, total = softmax(jnp.moveaxis(parts[..., -1], 0, -1))
+    return (parts[..., :-1] * jnp.moveaxis(weight, -1, 0)[..., None]).sum(axis=0), total

@@ -10,37 +10,30 @@ from pallas_ops.core import checks, implementations
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.signatures import cached
 from pallas_ops.ops.tpa_decode.cache import QUANTISED
-from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
-
-Struct = jax.ShapeDtypeStruct
+from pallas_ops.ops.tpa_decode.config import Operands, Params, TpaDecodeConfig
 
 
 @cached
 def static(
-    aq: Struct,
-    ak: Struct,
-    av: Struct,
-    bq: Struct | None,
-    bk: Struct,
-    bv: Struct,
-    lengths: Struct | None,
-    page_table: Struct | None,
+    o: Operands,
     window: SupportsIndex | None,
     batch_invariant: bool | np.bool_,
     axis_name: tuple[str, ...] | None,
     implementation: Implementation | None,
     config: TpaDecodeConfig | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """D, R, Rk, Rv and fields of `vjp.Params`, or a refusal; all hashable, so it runs once."""
+) -> tuple[tuple[Any, ...], Params]:
+    """D, R, Rk, Rv and the static arguments, or a refusal; all hashable, so it runs once.
+
+    The operands are `jax.ShapeDtypeStruct`s.
+    """
     implementations.check(implementation, config, TpaDecodeConfig)
-    arrays = dict(aq=aq, ak=ak, av=av, bk=bk, bv=bv) | ({} if bq is None else dict(bq=bq))
-    sizes = {"Rk": 1, "Rv": 1} | _sizes(arrays, lengths, page_table)
-    _check_dtypes(arrays)
+    sizes = {"Rk": 1, "Rv": 1} | _sizes(o)
+    _check_dtypes(o)
     if window is not None:
         window = min(checks.integer("window", window, least=1), implementations.LONGEST)
         if axis_name is None and isinstance(sizes["M"], int) and window >= sizes["M"]:
             window = None
-    if page_table is not None and axis_name is not None:
+    if o.page_table is not None and axis_name is not None:
         raise ValueError("page_table and axis_name are both given; accepted: one of them")
     batch_invariant = checks.flag("batch_invariant", batch_invariant)
     if batch_invariant and config is not None:
@@ -49,52 +42,56 @@ def static(
         raise ValueError(f"config.block_m is {config.block_m}; accepted: 16 or more for one rank")
     rows = {f"N * {x}": sizes["N"] * sizes[x] for x in "HR" if x in sizes}
     rows |= {f"M * {x}": sizes["M"] * sizes[x] for x in ("Rk", "Rv")}
-    if page_table is not None:
+    if o.page_table is not None:
         keys = sizes["P"] * sizes["page_size"]
         rows |= {f"P * page_size * {x}": keys * sizes[x] for x in ("Rk", "Rv")}
-    implementation = implementations.kernel_or_reference(implementation, aq.dtype, sizes | rows)
-    fields = dict(implementation=implementation, window=window, batch_invariant=batch_invariant)
-    return tuple(sizes.get(letter) for letter in ("D", "R", "Rk", "Rv")), fields
+    implementation = implementations.kernel_or_reference(implementation, o.aq.dtype, sizes | rows)
+    params = Params(
+        window=window,
+        batch_invariant=batch_invariant,
+        axis_name=axis_name,
+        implementation=implementation,
+        config=config,
+    )
+    return tuple(sizes.get(letter) for letter in ("D", "R", "Rk", "Rv")), params
 
 
-def _sizes(
-    arrays: dict[str, Struct], lengths: Struct | None, page_table: Struct | None
-) -> dict[str, int]:
+def _sizes(o: Operands) -> dict[str, int]:
     """By letter. aq comes last: of its axes the others tell which are the heads."""
-    axes, query = checks.Axes(), "B N H D"
-    cache = "B M" if page_table is None else "P page_size"
-    if "bq" in arrays:
-        query = "B N H R"
-        axes.check("bq", arrays["bq"], "B N R D")
-    for letter, width in (("k", "D"), ("v", "E")):
-        a, b = arrays[f"a{letter}"], arrays[f"b{letter}"]
-        forms = (cache, f"{cache} R{letter}")
+    axes = checks.Axes()
+    cache = "B M" if o.page_table is None else "P page_size"
+    if o.bq is not None:
+        axes.check("bq", o.bq, "B N R D")
+    for letter, a, b, width in (("k", o.ak, o.bk, "D"), ("v", o.av, o.bv, "E")):
+        forms = cache, f"{cache} R{letter}"
         axes.check(f"a{letter}", a, *(f"{form} H" for form in forms))
         axes.check(f"b{letter}", b, f"{forms[len(a.shape) - 3]} {width}")
-    axes.check("aq", arrays["aq"], query)
-    if lengths is not None:
-        checks.integers("lengths", lengths)
-        axes.check("lengths", lengths, "", "B")
-    if page_table is not None:
-        checks.integers("page_table", page_table)
-        axes.check("page_table", page_table, "B pages")
-        if lengths is None:
+    axes.check("aq", o.aq, "B N H D" if o.bq is None else "B N H R")
+    if o.lengths is not None:
+        checks.integers("lengths", o.lengths)
+        axes.check("lengths", o.lengths, "", "B")
+    if o.page_table is not None:
+        checks.integers("page_table", o.page_table)
+        axes.check("page_table", o.page_table, "B pages")
+        if o.lengths is None:
             raise ValueError("lengths is None; accepted: integers [B] or [], for there are pages")
         axes.learn("page_table", M=axes.sizes["pages"] * axes.sizes["page_size"])
     return axes.sizes
 
 
-def _check_dtypes(arrays: dict[str, Struct]) -> None:
+def _check_dtypes(o: Operands) -> None:
     """One of the queries, and one of the cache, which may be narrower."""
+    arrays = {name: x for name, x in zip(o._fields[:6], o[:6], strict=True) if x is not None}
     for name, x in arrays.items():
         if name not in ("bk", "bv") or x.dtype not in QUANTISED:
             checks.floating(name, x)
     checks.same_dtype("ak", "av", arrays=arrays)
     checks.same_dtype("bk", "bv", arrays=arrays)
-    if arrays["bk"].dtype not in QUANTISED:
+    if o.bk.dtype not in QUANTISED:
         checks.same_dtype("ak", "bk", arrays=arrays)
-    checks.same_dtype("aq", *(name for name in arrays if name == "bq"), arrays=arrays)
-    query, cache = arrays["aq"].dtype, arrays["ak"].dtype
+    if o.bq is not None:
+        checks.same_dtype("aq", "bq", arrays=arrays)
+    query, cache = o.aq.dtype, o.ak.dtype
     if query != cache and not (query == jnp.float32 and cache.itemsize == 2):
         raise TypeError(
             f"aq.dtype is '{query}'; accepted: that of the cache, {cache}, or float32 beside a "

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
 from pallas_ops.ops.tpa_decode.matmul import Pieces
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -21,11 +21,7 @@ class Plan:
 
     s: Sizes
     c: TpaDecodeConfig
-    score_scale: float
-    value_scale: float
-    window: int | None = None
-    batch_invariant: bool = False
-    pages: tuple[int, int] | None = None  # how many there are, and how many keys each has
+    p: Params
 
     @property
     def pairs(self) -> bool:
@@ -35,9 +31,9 @@ class Plan:
     @property
     def pages_a_block(self) -> int:
         """Most pages that a block of keys touches; 0 without pages."""
-        if self.pages is None:
+        if self.s.pages is None:
             return 0
-        size, block = self.pages[1], self.c.block_m
+        size, block = self.s.pages[1], self.c.block_m
         return (size - math.gcd(size, block) + block - 1) // size + 1
 
     @property
@@ -64,43 +60,19 @@ class Plan:
         return self.head_blocks * pl.cdiv(self.s.n, self.c.block_n)
 
 
-def sizes(
-    aq: jax.Array,
-    ak: jax.Array,
-    av: jax.Array,
-    bq: jax.Array | None,
-    bk: jax.Array,
-    bv: jax.Array,
-    page_table: jax.Array | None = None,
-    out_dtype: str = "float32",
-) -> Sizes:
-    b, n, h, r = aq.shape
-    first, m, rk, _ = ak.shape
-    pool = None if page_table is None else first * m
-    if page_table is not None:
-        m *= page_table.shape[1]
-    return Sizes(
-        b=b,
-        n=n,
-        m=m,
-        h=h,
-        r=r,
-        d=bk.shape[-1],
-        e=bv.shape[-1],
-        rk=rk,
-        rv=av.shape[2],
-        dtype=ak.dtype.name,
-        wide_queries=aq.dtype != ak.dtype,
-        has_bq=bq is not None,
-        pool=pool,
-        quantised=None if bk.dtype == ak.dtype else bk.dtype.name,
-        out_dtype=out_dtype,
-    )
+def flat(x: jax.Array) -> jax.Array:
+    """[B, I, J, ...] as [B, I J, ...]"""
+    return x.reshape(len(x), -1, *x.shape[3:])
 
 
-def flat(x: jax.Array, split: int) -> jax.Array:
-    """[B, ...] as [B, I, J]: the axes before and from `split` on become one each."""
-    return x.reshape(x.shape[0], math.prod(x.shape[1:split]), -1)
+def flattened(plan: Plan, o: Operands) -> Operands:
+    """As kernels take them. Heads that are loaded in pairs [B, M ranks H] have no axis of ranks."""
+    arrays = Operands(*(x if x is None or x.ndim < 3 else flat(x) for x in o))
+    if o.lengths is not None:
+        arrays = arrays._replace(lengths=o.lengths[:, None])
+    if plan.pairs:
+        arrays = arrays._replace(ak=o.ak.reshape(len(o.ak), -1), av=o.av.reshape(len(o.av), -1))
+    return arrays
 
 
 def per_batch(x: jax.Array) -> pl.BlockSpec:
