@@ -92,8 +92,9 @@ def tpa_decode(
     Returns:
       [B, N, H, E] in the dtype of aq. Differentiable in all factors that are not quantised, and in
       scales that are arrays. Through a page table the gradient is the reference's. With quantised
-      factors and bfloat16, the weights of the values are rounded to bfloat16, and scores are within
-      2**-16 of the largest; else no product is rounded to 16 bits.
+      factors and bfloat16, probabilities, the weights of the values and the results of the cache's
+      parts are rounded to bfloat16, and scores are within 2**-16 of the largest; else nothing is
+      rounded to 16 bits on the way.
 
     Raises:
       ValueError, TypeError: while tracing, naming the argument, its value and what is accepted.
