@@ -87,7 +87,7 @@ def states_before(fade: jax.Array, new: jax.Array, axis_name: str | None) -> jax
         return before
     last = then((fades[-1], before[-1]), (fade[-1], new[-1]))
     _, starts = exclusive(jax.lax.all_gather(last, axis_name))
-    return before + fades * starts[jax.lax.axis_index(axis_name)]
+    return before + fades * starts[jax.lax.axis_index(axis_name)][None]
 
 
 @nnx.jit
