@@ -93,8 +93,10 @@ def test_pages_out_of_range_are_the_nearest(rng: Rng, implementation: Any) -> No
     last = len(xs[1]) - 1
     run = both(implementation, lengths=70)
     table = jnp.array([[-1, 0, last + 1, 2, -(2**31)], [1, 2**31 - 1, -last, 3, last]])
-    got, want = (run(*xs, page_table=x) for x in (table, jnp.clip(table, 0, last)))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    beyond = jnp.full(table.shape, 2**32 - 3, jnp.uint32)  # in int32 they would be below 0
+    for given, nearest in ((table, jnp.clip(table, 0, last)), (beyond, jnp.full_like(table, last))):
+        got, want = (run(*xs, page_table=x) for x in (given, nearest))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.slow

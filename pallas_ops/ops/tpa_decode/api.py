@@ -192,6 +192,8 @@ def evaluate(
         o = o._replace(bq=None if o.bq is None else o.bq.astype(full))
     if o.bk.dtype != o.ak.dtype:
         o = o._replace(bk=refusals.no_gradient(o.bk), bv=refusals.no_gradient(o.bv))
+    if o.page_table is not None:
+        o = o._replace(page_table=reference.as_int32(o.page_table))
     o = reference.with_lengths(o, params.window, params.axis_name)
     o = Operands(*vary.unify(*o))
     if params.implementation != "xla":
