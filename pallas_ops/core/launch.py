@@ -30,13 +30,13 @@ def is_interpreted() -> bool:
 
 
 def traced_once(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run(static, *arrays)`, traced once for both of its callers.
+    """`run(static, *arrays)`, traced once for all of its callers.
 
-    XLA drops a launch that it has already. A kernel holds the source locations of its callers, so
-    that two traces of it differ.
+    XLA drops a launch that repeats another one. The text of a kernel contains the source locations
+    of its callers, so two traces of one kernel would not be the same to XLA.
     """
 
-    @partial(jax.jit, static_argnums=(0, 1))
+    @partial(jax.jit, static_argnums=(0, 1))  # interpreted kernels have traces of their own
     def keyed(_: bool, static: Hashable, *xs: jax.Array) -> Any:
         return run(static, *xs)
 
