@@ -102,7 +102,7 @@ def test_references_refuse_in_the_same_words(
 def test_references_have_the_ops_parameters(name: str) -> None:
     op = getattr(pallas_ops, name.removesuffix("_naive"))
     of_reference = inspect.signature(getattr(pallas_ops.reference, name)).parameters
-    kernels = {"implementation", "config"} | (
+    kernels = {"implementation", "config", "precision"} | (
         {"axis_name", "batch_invariant"} if name.endswith("_naive") else set()
     )
     of_op = inspect.signature(op).parameters

@@ -11,7 +11,7 @@ import pytest
 import pallas_ops
 from pallas_ops import TpaDecodeConfig
 from pallas_ops.core.card import H200
-from pallas_ops.ops.tpa_decode.choose import choose_backward
+from pallas_ops.ops.tpa_decode.choose import queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Sizes
 from tests.support import (
     EPS32,
@@ -200,13 +200,18 @@ def test_one_key_takes_all_attention(rng: Rng, implementation: Any) -> None:
         assert_close(grad, np.zeros(grad.shape), scale=1.0)
 
 
-def test_gradient_of_many_rows_falls_back(rng: Rng) -> None:
-    xs = factors(rng, b=1, n=20, m=24, h=9)
-    s = Sizes(b=1, n=20, m=24, h=9, r=4, d=16, e=8, rk=1, rv=1, dtype="float32")
-    assert choose_backward(s, H200) is None
-    cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
-    got = value_and_vjp(both(KERNEL), xs, cotangents)[1]
-    assert_close(got, value_and_vjp(both("xla"), xs, cotangents)[1], terms=24)
+@pytest.mark.parametrize("window", [None, 7])
+def test_gradients_of_many_queries_come_in_blocks(rng: Rng, window: int | None) -> None:
+    """Of 16, the first of them filled up; also where some queries come before all keys."""
+    shape: dict[str, Any] = dict(b=3, n=21, m=40, h=9, r=4, d=16, e=8, rk=2)
+    s = Sizes(**(shape | dict(rv=1)), dtype="float32")
+    assert queries_of_pass(s, H200) == 16
+    xs, lengths = factors(rng, **shape), jnp.asarray([40, 21, 13], jnp.int32)
+    out, lse = random_cotangents(rng, jax.eval_shape(both(), *xs))
+    cotangents = out, lse * (np.arange(21)[None, :, None] >= 8)
+    got, own = (pulled(i, window)(xs, lengths, cotangents)[1] for i in (KERNEL, "xla"))
+    truth = loop_gradients(xs, lengths, cotangents, window)
+    assert_as_good_as_reference(got, own, truth, floor=16 * EPS32)
 
 
 # Laws

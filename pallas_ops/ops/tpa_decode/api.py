@@ -15,7 +15,7 @@ from pallas_ops.core.dtypes import wide
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import signature
 from pallas_ops.ops.tpa_decode import reference, refusals, vjp
-from pallas_ops.ops.tpa_decode.config import Operands, Params, TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Precision, TpaDecodeConfig
 
 SCALES = ("scale", "scale_q", "scale_k", "scale_v")
 
@@ -35,6 +35,7 @@ def tpa_decode(
     scale_q: ArrayLike | None = None,
     scale_k: ArrayLike | None = None,
     scale_v: ArrayLike | None = None,
+    precision: Precision | jax.lax.Precision | None = None,
     batch_invariant: bool | np.bool_ = False,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
@@ -105,7 +106,7 @@ def tpa_decode(
     """
     operands = aq, ak, av, bq, bk, bv, lengths, page_table
     scales = scale, scale_q, scale_k, scale_v
-    options = window, batch_invariant, axis_name, implementation, config
+    options = window, batch_invariant, axis_name, implementation, config, precision
     return _run(*prepare(operands, scales, *options))[0]
 
 
@@ -124,6 +125,7 @@ def tpa_decode_with_lse(
     scale_q: ArrayLike | None = None,
     scale_k: ArrayLike | None = None,
     scale_v: ArrayLike | None = None,
+    precision: Precision | jax.lax.Precision | None = None,
     batch_invariant: bool | np.bool_ = False,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
@@ -136,7 +138,7 @@ def tpa_decode_with_lse(
     """
     operands = aq, ak, av, bq, bk, bv, lengths, page_table
     scales = scale, scale_q, scale_k, scale_v
-    options = window, batch_invariant, axis_name, implementation, config
+    options = window, batch_invariant, axis_name, implementation, config, precision
     return _run(*prepare(operands, scales, *options))
 
 
@@ -155,13 +157,14 @@ def prepare(
     axis_name: AxisName | None = None,
     implementation: Implementation | None = "xla",
     config: TpaDecodeConfig | None = None,
+    precision: Precision | jax.lax.Precision | None = None,
 ) -> tuple[Params, Operands, Scales]:
     """What `evaluate` takes, or a refusal."""
     names = checks.axis_name(axis_name)
     o = Operands(*map(_array, Operands._fields, operands))
     dtype = wide(o.aq.dtype)
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
-    options = window, batch_invariant, names, implementation, config
+    options = window, batch_invariant, names, implementation, config, precision
     sizes, params = refusals.static(Operands(*map(signature, o)), *options)
     query, value = reference.scales(sizes, given)
     arrays = Scales(*(x if isinstance(x, jax.Array) else None for x in (query, value)))

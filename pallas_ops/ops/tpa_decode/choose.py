@@ -23,7 +23,7 @@ def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeC
       NoKernelError: where not even one block of 16 keys fits.
     """
     block_h = s.h if s.h <= (96 if s.has_few_features else 64) else 64
-    lanes = max(sum(head_tiles(block_h)), s.tile_r * s.has_bq)
+    lanes = max(sum(head_tiles(block_h)), s.tile_r * s.is_rank_first)
     block_n = 1
     while block_n < s.n and 2 * block_n * lanes <= 64:
         block_n *= 2
@@ -65,10 +65,12 @@ def _choose_keys(
         block_m, most_programs = min(entries, power_of_two(keys)), 2
     elif s.has_few_features and s.most_ranks == 1:
         block_m, num_stages, most_programs = min(64, block_m), 3, 3 if block_h > 16 else 2
-    elif s.is_rounded:
+    elif rows > 32 and not s.is_rank_first:
+        block_m, num_stages, most_programs = min(64, block_m), 3, 2
+    elif s.is_coarse:
         num_stages, most_programs = 3, 2
     num_warps = 4 if rows * s.tile_e <= 64 * 128 else 8
-    if s.is_rounded and s.tile_e // s.parts <= rows < 64:
+    if s.is_coarse and s.tile_e // s.parts <= rows < 64:
         # Of a tile with as many rows as columns each warp takes 16 rows.
         num_warps, most_programs = rows // 16, 4
     c = TpaDecodeConfig(
@@ -84,7 +86,7 @@ def _choose_keys(
         splits, keys = keys_of_split(programs)
         if keys >= 96 * c.num_warps * (programs - 1) and taken <= card.shared_memory // programs:
             c = dataclasses.replace(c, num_splits=splits)
-    return fit(s, c, forward_bytes, card)
+    return fit(s, c, forward_bytes, card, least=s.least_block_m)
 
 
 def split_size(m: int) -> int:
@@ -101,20 +103,29 @@ def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     rows = block_n * tile(s.h)
     if rows > 256:
         return None
-    # More entries spill more.
-    entries = 64 if rows <= 32 else 32 if s.has_bq and not s.has_pairs(s.h) else 16
     c = TpaDecodeConfig(
         block_h=s.h,
         block_n=block_n,
-        block_m=min(32, max(s.least_block_m, entries // s.most_ranks)),
+        block_m=32,  # more spill
         num_warps=4 if rows <= 64 else 8,
         num_stages=2 if s.dtype == "float32" else 3,
     )
-    fitting = fit(s, c, backward_bytes, card)
+    fitting = fit(s, c, backward_bytes, card, least=16)
     if fitting is None:
         return None
     num_splits = max(1, min(2 * card.num_sms // s.b, -(-s.m // fitting.block_m)))
     return dataclasses.replace(fitting, num_splits=num_splits)
+
+
+def queries_of_pass(s: Sizes, card: Card) -> int:
+    """Of how many queries a backward pass has the rows; without a launch as many as are usual."""
+    most = max(1, 256 // tile(s.h))
+    n = min(most, power_of_two(s.n))
+    while choose_backward(dataclasses.replace(s, n=n), card) is None:
+        if n == 1:
+            return most
+        n //= 2
+    return n
 
 
 def fit(
@@ -122,10 +133,12 @@ def fit(
     c: TpaDecodeConfig,
     bytes_of: Callable[[Sizes, TpaDecodeConfig], int],
     card: Card,
+    *,
+    least: int,
 ) -> TpaDecodeConfig | None:
     """`c` with the largest block of keys, then the most stages, that fit in shared memory."""
     while bytes_of(s, c) > card.shared_memory:
-        if c.block_m > s.least_block_m:
+        if c.block_m > least:
             c = dataclasses.replace(c, block_m=c.block_m // 2)
         elif c.num_stages > 1:
             c = dataclasses.replace(c, num_stages=c.num_stages - 1)

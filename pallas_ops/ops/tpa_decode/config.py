@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pallas_ops.core import checks
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.tiles import power_of_two
+
+
+Precision = Literal["highest", "default"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class Params:
     score_scale: float = 1.0
     value_scale: float = 1.0
     window: int | None = None
+    precision: Precision = "highest"
     batch_invariant: bool = False
     axis_name: tuple[str, ...] | None = None
     implementation: Implementation | None = None
@@ -91,10 +95,11 @@ class Sizes:
     has_bq: bool = True  # else aq is q itself, and r is D
     quantised: str | None = None  # the dtype of bk and bv where they have 8 bits
     out_dtype: str = "float32"
+    precision: Precision = "highest"
     pages: tuple[int, int] | None = None  # how many there are, and how many keys each has
 
     @classmethod
-    def of(cls, o: Operands, out_dtype: str = "float32") -> "Sizes":
+    def of(cls, o: Operands, p: Params) -> "Sizes":
         b, n, h, r = o.aq.shape
         return cls(
             b=b,
@@ -110,7 +115,8 @@ class Sizes:
             wide_queries=o.aq.dtype != o.ak.dtype,
             has_bq=o.bq is not None,
             quantised=None if o.bk.dtype == o.ak.dtype else o.bk.dtype.name,
-            out_dtype=out_dtype,
+            out_dtype=p.out_dtype,
+            precision=p.precision,
             pages=None if o.page_table is None else o.ak.shape[:2],
         )
 
@@ -124,9 +130,19 @@ class Sizes:
         return 2 if self.quantised else 1
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether products may be: of factors of eight bits, for an output of 16."""
+    def is_coarse(self) -> bool:
+        """Whether features have eight bits, for an output of 16: weights are rounded to these."""
         return self.quantised is not None and {self.dtype, self.out_dtype} == {"bfloat16"}
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether weights and partial results are rounded to the cache's dtype."""
+        return self.is_coarse or self.precision == "default"
+
+    @property
+    def is_rank_first(self) -> bool:
+        """Whether q is never formed: q k^T = aq (bq bk^T)."""
+        return self.has_bq and self.precision == "highest"
 
     @property
     def tile_d(self) -> int:
@@ -184,8 +200,6 @@ class Sizes:
 
     def buffer_bytes(self, c: TpaDecodeConfig, heads: int) -> int:
         """Bytes of the buffers of one key and so many heads: each stage but the last has one."""
-        if self.has_pairs(c.block_h):
-            heads = heads * 3 // 2
         width = 4 if self.dtype == "float32" else 2
         heads *= (self.tile_rk + self.tile_rv) * width
         features = self.tile_rk * self.tile_d + self.tile_rv * self.tile_e
@@ -209,14 +223,15 @@ def head_tiles(block_h: int) -> tuple[int, ...]:
 def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     """At most what Triton takes of shared memory for the forward kernel."""
     heads = sum(head_tiles(c.block_h))
-    rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.has_bq
+    rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.is_rank_first
     own, mixed = s.operand_bytes
     queries = own * (ranks or rows) * s.tile_d + (2 + mixed) * rows * ranks
     scores = (4 if mixed == 2 else 12) * rows * s.most_ranks
     products = max(own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores)
-    if s.is_rounded:  # widened in registers
+    if s.is_coarse:  # widened in registers
         products = scores
-    key = s.buffer_bytes(c, heads) + 8 * s.tile_rk * ranks + products + s.exchange_bytes(rows)
+    copied = heads * 3 // 2 if s.has_pairs(c.block_h) else heads
+    key = s.buffer_bytes(c, copied) + 8 * s.tile_rk * ranks + products + s.exchange_bytes(rows)
     return max(queries + c.block_m * key, 4 * rows * s.tile_e)  # the latter stores the output
 
 
@@ -227,8 +242,7 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     own, mixed = s.operand_bytes
     wide = (ranks or rows) * s.tile_d + rows * s.tile_e
     queries = (own + mixed) * wide + 2 * mixed * rows * ranks
-    features = max(s.tile_rk * s.tile_d, s.tile_rv * s.tile_e)
-    scores = 8 * (s.most_ranks * rows + s.tile_rk * ranks) + 2 * features
-    keys, values = s.tile_rk * ((ranks or rows) + s.tile_d), s.tile_rv * s.tile_e
-    products = max(scores, mixed * keys, mixed * values)
-    return queries + c.block_m * (s.buffer_bytes(c, heads) + products + s.exchange_bytes(rows))
+    features = max(s.tile_d, s.tile_e)
+    products = max(mixed * (rows + max(rows, features)), 4 * (rows + s.tile_d))
+    products += 4 * rows * min(2, s.most_ranks) + 8 * ranks
+    return queries + c.block_m * (s.buffer_bytes(c, heads) + products)

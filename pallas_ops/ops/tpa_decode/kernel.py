@@ -19,6 +19,7 @@ from pallas_ops.core.backend import NoKernelError, plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, power_of_two
+from pallas_ops.ops.tpa_decode import prompt
 from pallas_ops.ops.tpa_decode.choose import choose
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import (
@@ -41,10 +42,12 @@ Carry = tuple[list[jax.Array] | None, list[State]]  # pages of the block, if loo
 def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Array]:
     """out [B, N, H, E] and lse [B, N, H]."""
     o = Operands(*operands)
-    s = Sizes.of(o, p.out_dtype)
+    s = Sizes.of(o, p)
     _check_features(s)
+    if prompt.takes(s, p):
+        return prompt.attend(o, p)
     c = p.config or choose(s, card.current(), batch_invariant=p.batch_invariant)
-    plan, rows, splits = Plan(s, c, p), s.n * s.h, c.num_splits
+    plan, rows, splits = Plan(s, c, p, s.has_pairs(c.block_h)), s.n * s.h, c.num_splits
     if s.pages is not None:  # one cache for the whole batch
         o = o.with_cache(lambda x: x.reshape(1, -1, *x.shape[2:]))
     if s.quantised:
@@ -102,11 +105,15 @@ def _forward_kernel(
     s = plan.s
     tiles = Rows.of_program(plan, pl.program_id(0) if plan.row_blocks > 1 else 0)
     aqs, bq = [rows.load_aq(aq_ref) for rows in tiles], tiles[0].load_bq(bq_ref)
+    score_scale = plan.p.score_scale * LOG2E
+    if bq is not None and not s.is_rank_first:
+        aqs = [(score_scale * dot(aq, bq, pieces=3)).astype(ak_ref.dtype) for aq in aqs]
+        bq, score_scale = None, 1.0
     aqs_in_parts = [split(aq, s.parts if bq is None else 1) for aq in aqs]
     bq_in_parts = None if bq is None else split(bq, s.parts)
-    score_scale = plan.p.score_scale * LOG2E
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
+    is_bfloat16 = ak_ref.dtype == jnp.bfloat16
     has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
 
     def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
@@ -123,14 +130,15 @@ def _forward_kernel(
             top, total, accs = state
             score = sum_of_products(aqs_in_parts[tile], inner, plan.score_pieces)
             score = sum_ranks(score * keys.load_a(tiles[tile], ak_ref, s.rk), s.rk)
-            if bq_ref is None:
+            if bq_in_parts is None and score_scale != 1:
                 score *= score_scale
             score = jnp.where(keys.seen(tiles[tile], length), score, -jnp.inf)
             new_top = jnp.maximum(top, score.max(axis=1))
             p = exp2(score - new_top[:, None])
             fade = exp2(top - new_top)
             av = keys.load_a(tiles[tile], av_ref, s.rv)
-            weight = each_rank(p, s.rv) * av if plan.pieces > 1 else times(each_rank(p, s.rv), av)
+            p_each = each_rank(p, s.rv)
+            weight = times(p_each, av) if plan.pieces == 1 and is_bfloat16 else p_each * av
             accs = [
                 dot(weight, x, acc * fade[:, None], pieces=plan.pieces)
                 for x, acc in zip(bv, accs, strict=True)

@@ -1,11 +1,14 @@
 """How the gradient of tpa_decode runs: one pass over the keys, k and v never materialised.
 
-With u_k = aq (bq bk_k^T), s = sum_k u_k ak_k, p = exp(s - lse), t_k = dout bv_k^T,
+With u_k = (bk_k bq^T) aq^T, s = sum_k u_k ak_k, p = exp(s - lse), t_k = bv_k dout^T,
 ds = p (sum_k t_k av_k - dout . out + dlse):
-dav_k = p t_k, dbv_k = (p av_k)^T dout, dak_k = ds u_k, and with g_k = ds ak_k, x_k = aq^T g_k:
-daq = sum_k g_k (bq bk_k^T)^T, dbq = sum_k x_k bk_k, dbk_k = x_k^T bq (scales left out).
+dav_k = p t_k, dbv_k = (p av_k) dout, dak_k = ds u_k, and with g_k = ds ak_k:
+dbk_k = (g_k aq) bq, dq = sum_k g_k^T bk_k (scales left out).
+Tiles are [keys, rows]: so the head factors are used and stored as they lie in memory, and what is
+made of them is the left side of a product, which the tensor cores take from registers.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -20,26 +23,33 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode import reference
-from pallas_ops.ops.tpa_decode.choose import choose_backward
+from pallas_ops.ops.tpa_decode.choose import choose_backward, queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, tile
-from pallas_ops.ops.tpa_decode.keys import Keys, each_rank, key_range, part, sum_ranks
+from pallas_ops.ops.tpa_decode.keys import Keys, key_range, part
 from pallas_ops.ops.tpa_decode.matmul import dot
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, flattened, load, per_batch, store
 
 
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
-    """Gradients of the factors; all rows of a batch in one program, or else the reference's."""
+    """Gradients of the factors, in passes of so many queries as a program can have."""
     o = Operands(*operands)
-    s = Sizes.of(o)
+    if p.precision == "default" and o.bq is not None:
+        return _of_rounded_query(o, p)
+    block_n = queries_of_pass(Sizes.of(o, p), card.current())
+    return _pass(o, p) if o.aq.shape[1] <= block_n else _in_blocks(o, p, block_n)
+
+
+def _pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ...]:
+    """One pass over the keys; of these the gradients are float32 if `exact`."""
+    s = Sizes.of(o, p)
     config = choose_backward(s, card.current())
     if config is None:
-        return reference.backward(*operands, p=p)
+        return reference.backward(*o, p=p)
     plan = Plan(s, config, p)
     f = flattened(plan, o)
     arrays = f.aq, f.bq, f.lengths, f.ak, f.av, f.bk, f.bv, f.out, f.dout, f.lse, f.dlse
     of_queries, of_keys = [x for x in (o.aq, o.bq) if x is not None], (o.ak, o.av, o.bk, o.bv)
-    keyed = [flat(x) for x in of_keys]
-    splits = config.num_splits
+    keyed, splits = (f.ak, f.av, f.bk, f.bv), config.num_splits
     partials = [(s.b, splits, *flat(x).shape[1:]) for x in of_queries]
     grads = launch(
         partial(_backward_kernel, plan=plan),
@@ -53,7 +63,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
         ],
         out_shape=[
             *(jax.ShapeDtypeStruct(x, jnp.float32) for x in partials),
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keyed),
+            *(jax.ShapeDtypeStruct(x.shape, jnp.float32 if exact else x.dtype) for x in keyed),
         ],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -64,6 +74,54 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
         for g, x in zip(grads[:-4], of_queries, strict=True)
     )
     return daq, *dkeyed[:2], *dbq, *dkeyed[2:]
+
+
+def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
+    """A pass for every `block_n` queries: no temporary is larger than the factors in float32.
+
+    The last of a block is the last of so many keys. Before the first query come some of which the
+    gradient is 0: with a log-sum-exp of inf, a key has no part in their attention.
+    """
+    b, n = o.aq.shape[:2]
+    blocks, of_queries = pl.cdiv(n, block_n), ("aq", "bq", "out", "lse", "dout", "dlse")
+    lengths = jnp.full(b, o.m, jnp.int32) if o.lengths is None else o.lengths
+    lengths = lengths[None] - block_n * jnp.arange(blocks, dtype=jnp.int32)[::-1, None]
+
+    def cut(name: str) -> jax.Array | None:
+        x = getattr(o, name)
+        if x is None:
+            return None
+        pad = [(0, 0), (blocks * block_n - n, 0), *[(0, 0)] * (x.ndim - 2)]
+        x = jnp.pad(x, pad, constant_values=jnp.inf if name == "lse" else 0)
+        return x.reshape(b, blocks, block_n, *x.shape[2:]).swapaxes(0, 1)
+
+    def step(sums: list[jax.Array], block: dict[str, jax.Array]) -> tuple[Any, Any]:
+        daq, dak, dav, *dbq, dbk, dbv = _pass(o._replace(**block), p, exact=True)
+        of_keys = zip(sums, (dak, dav, dbk, dbv), strict=True)
+        return [x + y.astype(jnp.float32) for x, y in of_keys], (daq, *dbq)
+
+    factors = o.ak, o.av, o.bk, o.bv
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in factors]
+    blocks_of = {name: cut(name) for name in of_queries} | {"lengths": lengths}
+    sums, of_blocks = lax.scan(step, zeros, blocks_of)
+    dak, dav, dbk, dbv = (x.astype(y.dtype) for x, y in zip(sums, factors, strict=True))
+    daq, *dbq = (
+        x.swapaxes(0, 1).reshape(b, blocks * block_n, *x.shape[3:])[:, -n:] for x in of_blocks
+    )
+    return daq, dak, dav, *dbq, dbk, dbv
+
+
+def _of_rounded_query(o: Operands, p: Params) -> tuple[jax.Array, ...]:
+    """The same, with q scaled and rounded as in the forward pass."""
+
+    def query(aq: jax.Array, bq: jax.Array) -> jax.Array:
+        return reference.query(aq, bq, p.score_scale * LOG2E).astype(o.ak.dtype)
+
+    q, pull = jax.vjp(query, o.aq, o.bq)
+    p = dataclasses.replace(p, score_scale=1 / LOG2E)
+    dq, dak, dav, dbk, dbv = backward(*o._replace(aq=q, bq=None), p=p)
+    daq, dbq = pull(dq)
+    return daq, dak, dav, dbq, dbk, dbv
 
 
 def _backward_kernel(
@@ -94,41 +152,44 @@ def _backward_kernel(
     length, first_key, limit = key_range(rows, length_ref)
     start, stop = part(pl.program_id(0), c.num_splits, pl.cdiv(s.m, c.block_m))
 
-    def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        daq, dbq = carry
+    def step(i: jax.Array, dq: jax.Array) -> jax.Array:
         # Blocks without keys that count are stored, too, as zeros; nothing is loaded for them.
         keys = Keys(plan, i, limit, first_key, masked=True)
         stored = Keys(plan, i, s.m, masked=True)
-        bk = load(bk_ref, *keys.features(s.rk, s.d))
-        inner = bk.T if bq is None else exact(bq, bk.T)
-        ak, u = keys.load_a(rows, ak_ref, s.rk), exact(aq, inner)
-        score = sum_ranks(u * ak, s.rk)
-        p = exp2((score * plan.p.score_scale - lse[:, None]) * LOG2E)
-        p = jnp.where(keys.seen(rows, length) & rows.inside[:, None], p, 0.0)
-        av = keys.load_a(rows, av_ref, s.rv) * plan.p.value_scale
-        t = exact(dout, load(bv_ref, *keys.features(s.rv, s.e)).T)
-        p_each = each_rank(p, s.rv)
-        store(dav_ref, rows.gather(p_each * t) * plan.p.value_scale, *stored.heads(rows, s.rv))
-        store(dbv_ref, exact((p_each * av).T, dout), *stored.features(s.rv, s.e))
-        ds = p * (sum_ranks(t * av, s.rv) - delta[:, None]) * plan.p.score_scale
-        ds = each_rank(ds, s.rk)
-        store(dak_ref, rows.gather(ds * u), *stored.heads(rows, s.rk))
-        g = ds * ak
-        x = exact(aq.T, g)
-        store(dbk_ref, x.T if bq is None else exact(x.T, bq), *stored.features(s.rk, s.d))
-        daq = exact(g, inner.T, daq)
-        if bq is not None:
-            dbq = exact(x, bk, dbq)
-        return daq, dbq
+        bks, us, aks = [], [], []
+        score = jnp.zeros((c.block_m, len(rows.index)), jnp.float32)
+        for k in range(s.rk):
+            bk = load(bk_ref, *keys.features_of(k, s.rk, s.d))
+            u = exact(bk if bq is None else exact(bk, bq.T), aq.T)
+            ak = rows.spread(load(ak_ref, *keys.heads_of(k, rows, s.rk)).astype(jnp.float32), 1)
+            score += u * ak
+            bks, us, aks = [*bks, bk], [*us, u], [*aks, ak]
+        p = exp2((score * plan.p.score_scale - lse[None, :]) * LOG2E)
+        p = jnp.where(keys.seen(rows, length, keys_first=True) & rows.inside[None, :], p, 0.0)
+        ds = -delta[None, :]
+        for k in range(s.rv):
+            t = exact(load(bv_ref, *keys.features_of(k, s.rv, s.e)), dout.T)
+            av = rows.spread(load(av_ref, *keys.heads_of(k, rows, s.rv)).astype(jnp.float32), 1)
+            av *= plan.p.value_scale
+            ds += t * av
+            store(dav_ref, rows.gather(p * t) * plan.p.value_scale, *stored.heads_of(k, rows, s.rv))
+            store(dbv_ref, exact(p * av, dout), *stored.features_of(k, s.rv, s.e))
+        ds *= p * plan.p.score_scale
+        for k, (bk, u, ak) in enumerate(zip(bks, us, aks, strict=True)):
+            store(dak_ref, rows.gather(ds * u), *stored.heads_of(k, rows, s.rk))
+            g = ds * ak
+            x = exact(g, aq)
+            x = x if bq is None else exact(x, bq)
+            store(dbk_ref, x, *stored.features_of(k, s.rk, s.d))
+            dq = exact(bk.T, g, dq)
+        return dq
 
-    daq = jnp.zeros(aq.shape, jnp.float32)
-    dbq = None if bq is None else jnp.zeros(bq.shape, jnp.float32)
-    daq, dbq = lax.fori_loop(start, stop, step, (daq, dbq))
-    if dbq is None:
-        store(daq_ref, daq, *rows.whole(s.d))
+    dq = lax.fori_loop(start, stop, step, jnp.zeros((s.tile_d, len(rows.index)), jnp.float32))
+    if bq is None:
+        store(daq_ref, dq.T, *rows.whole(s.d))
         return
-    daq = jnp.where(rows.own, daq, 0.0).reshape(-1, c.block_n, s.tile_r).sum(axis=1)
+    daq = jnp.where(rows.own, exact(bq, dq).T, 0.0).reshape(-1, c.block_n, s.tile_r).sum(axis=1)
     store(daq_ref, daq, *rows.whole(s.r))
     d = span(s.tile_d)
     mask = rows.rank_inside[:, None] & (d < s.d)[None, :]
-    store(dbq_ref[0], dbq, rows.rank_query * s.r + rows.rank, d, mask)
+    store(dbq_ref[0], exact(dq, aq).T, rows.rank_query * s.r + rows.rank, d, mask)

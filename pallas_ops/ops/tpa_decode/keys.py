@@ -51,14 +51,15 @@ class Keys:
         inside = index < self.stop
         return inside if self.first is None else inside & (index >= self.first)
 
-    def seen(self, rows: Rows, length: jax.Array | int) -> jax.Array:
-        """[rows, keys]: query n of N sees the last `window` keys m < length - (N - 1 - n)."""
+    def seen(self, rows: Rows, length: jax.Array | int, *, keys_first: bool = False) -> jax.Array:
+        """[rows, keys] or [keys, rows]: query n sees the last `window` keys m < length - (N-1-n)."""
         s, window = self.plan.s, self.plan.p.window
         if s.n == 1:
-            return self.inside[None, :]
-        last = (length - (s.n - 1) + rows.query)[:, None]
-        seen = self.index[None, :] < jnp.minimum(last, s.m)
-        return seen if window is None else seen & (self.index[None, :] >= last - window)
+            return jnp.expand_dims(self.inside, int(keys_first))
+        key = jnp.expand_dims(self.index, int(keys_first))
+        last = jnp.expand_dims(length - (s.n - 1) + rows.query, int(not keys_first))
+        seen = key < jnp.minimum(last, s.m)
+        return seen if window is None else seen & (key >= last - window)
 
     def entries(self, ranks: int, *, odd: bool = False) -> tuple[jax.Array, jax.Array]:
         """Which rows of an array [M ranks, ..] they are (or those of odd ranks); which exist."""
@@ -96,6 +97,17 @@ class Keys:
         column = span(tile(size))
         return entry, column, inside[:, None] & (column < size)[None, :]
 
+    def features_of(self, rank: int, ranks: int, size: int) -> tuple[jax.Array, ...]:
+        """Where they are of one rank."""
+        column = span(tile(size))
+        mask = self.inside[:, None] & (column < size)[None, :]
+        return self.index * ranks + rank, column, mask
+
+    def heads_of(self, rank: int, rows: Rows, ranks: int) -> tuple[jax.Array, ...]:
+        """Where ak or av [M ranks, H] has the heads of one rank."""
+        mask = self.inside[:, None] & rows.column_inside[None, :]
+        return self.index * ranks + rank, rows.first_h + rows.column, mask
+
     def load_b(self, ref: Ref, ranks: int, size: int) -> list[jax.Array]:
         """The parts of bk or bv, each [entries, size / parts], in the dtype of the head factors."""
         s = self.plan.s
@@ -115,7 +127,7 @@ class Keys:
             x = self._load_groups(rows, ref, ranks)
         else:
             x = load(ref, *self.heads(rows, ranks)).T
-        return rows.spread(x.astype(jnp.float32))
+        return rows.spread(x.astype(jnp.float32), 0)
 
     def _load_groups(self, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
         """Of an array [M ranks, H] these heads, as [heads, entries].

@@ -22,7 +22,11 @@ def dot(
     it, which is enough for what is rounded to 16 bits in the end; three hold all of its bits; one
     is within 2**-9. A float16 tile that meets three is the sum of two. Any other pair runs as
     three TF32 products (within 2**-21): two float16 pieces of a float32 number would overflow.
+    Where one piece will do, a float32 tile is rounded to float16 as well, and two of float32 run as
+    one TF32 product.
     """
+    if pieces == 1 and jnp.float16 in (a.dtype, b.dtype):
+        a, b = a.astype(jnp.float16), b.astype(jnp.float16)
     if a.dtype == b.dtype and a.dtype != jnp.float32:
         return _product(a, b, acc)
     if jnp.bfloat16 in (a.dtype, b.dtype) or (pieces == 3 and jnp.float16 in (a.dtype, b.dtype)):
@@ -31,11 +35,9 @@ def dot(
             acc = _product(x, y, acc)
         assert acc is not None
         return acc
-    precision = (
-        lax.Precision.HIGHEST
-        if launch.is_interpreted()  # no CPU has the TF32 algorithms
-        else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    )
+    tf32 = lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    # No CPU has the TF32 algorithms.
+    precision = lax.Precision.HIGHEST if launch.is_interpreted() else tf32[pieces > 1]
     return _product(a.astype(jnp.float32), b.astype(jnp.float32), acc, precision)
 
 

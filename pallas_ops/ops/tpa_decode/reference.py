@@ -169,12 +169,18 @@ def attend(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
 def naive(p: Params, o: Operands) -> tuple[jax.Array, None]:
     """The output of `forward`, by materialising q, k and v in their factors' dtypes."""
     o, seen = _of_seen_keys(p, from_pages(o))
-    q = o.aq if o.bq is None else _einsum("bnhr,bnrd->bnhd", o.aq, o.bq).astype(o.aq.dtype)
+    q = query(o.aq, o.bq).astype(o.aq.dtype)
     k = _einsum("bmkh,bmkd->bmhd", o.ak, o.bk).astype(o.ak.dtype)
     v = _einsum("bmkh,bmke->bmhe", o.av, o.bv).astype(o.av.dtype)
     weight, _ = softmax(p.score_scale * _einsum("bnhd,bmhd->bnhm", q, k), seen)
     out = p.value_scale * _einsum("bnhm,bmhe->bnhe", weight, v)
     return out.astype(p.out_dtype), None
+
+
+def query(aq: jax.Array, bq: jax.Array | None, scale: float = 1.0) -> jax.Array:
+    """q [B, N, H, D] in float32."""
+    q = aq if bq is None else _einsum("bnhr,bnrd->bnhd", aq, bq)
+    return scale * q.astype(wide(q.dtype))
 
 
 def softmax(score: jax.Array, seen: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

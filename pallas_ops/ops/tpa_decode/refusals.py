@@ -5,12 +5,21 @@ from typing import Any, SupportsIndex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_ops.core import checks, implementations
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.signatures import cached
 from pallas_ops.ops.tpa_decode.cache import QUANTISED
-from pallas_ops.ops.tpa_decode.config import Operands, Params, TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Precision, TpaDecodeConfig
+
+PRECISIONS: dict[Any, Precision] = {
+    None: "highest",
+    "highest": "highest",
+    lax.Precision.HIGHEST: "highest",
+    "default": "default",
+    lax.Precision.DEFAULT: "default",
+}
 
 
 @cached
@@ -21,6 +30,7 @@ def static(
     axis_name: tuple[str, ...] | None,
     implementation: Implementation | None,
     config: TpaDecodeConfig | None,
+    precision: Precision | lax.Precision | None,
 ) -> tuple[tuple[Any, ...], Params]:
     """D, R, Rk, Rv and the static arguments, or a refusal; all hashable, so it runs once.
 
@@ -35,6 +45,10 @@ def static(
             window = None
     if o.page_table is not None and axis_name is not None:
         raise ValueError("page_table and axis_name are both given; accepted: one of them")
+    if not isinstance(precision, str | lax.Precision | None) or precision not in PRECISIONS:
+        raise ValueError(
+            f"{checks.shown('precision', precision)}; accepted: None, 'highest' or 'default'"
+        )
     batch_invariant = checks.flag("batch_invariant", batch_invariant)
     if batch_invariant and config is not None:
         raise ValueError("config and batch_invariant are both given; accepted: one of them")
@@ -48,6 +62,7 @@ def static(
     implementation = implementations.kernel_or_reference(implementation, o.aq.dtype, sizes | rows)
     params = Params(
         window=window,
+        precision=PRECISIONS[precision],
         batch_invariant=batch_invariant,
         axis_name=axis_name,
         implementation=implementation,

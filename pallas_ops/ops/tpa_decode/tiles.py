@@ -22,11 +22,7 @@ class Plan:
     s: Sizes
     c: TpaDecodeConfig
     p: Params
-
-    @property
-    def pairs(self) -> bool:
-        """Whether heads are loaded in pairs."""
-        return self.s.has_pairs(self.c.block_h)
+    pairs: bool = False  # whether heads are loaded in pairs
 
     @property
     def pages_a_block(self) -> int:
@@ -48,12 +44,12 @@ class Plan:
     @property
     def pieces(self) -> Pieces:
         """Of a float32 side of products for the output; float32 results need all of its bits."""
-        return 3 if self.s.wide_queries else 1 if self.s.is_rounded else 2
+        return 1 if self.s.is_rounded else 3 if self.s.wide_queries else 2
 
     @property
     def score_pieces(self) -> Pieces:
         """Of scores: the log-sum-exp is float32."""
-        return 2 if self.s.is_rounded else 3
+        return 1 if self.s.precision == "default" else 2 if self.s.is_coarse else 3
 
     @property
     def row_blocks(self) -> int:
@@ -155,14 +151,16 @@ class Rows:
         mask = self.rank_inside[:, None] & (d < self.plan.s.d)[None, :]
         return load(ref, self.rank_query * self.plan.s.r + self.rank, d, mask)
 
-    def spread(self, x: jax.Array) -> jax.Array:
-        """[heads, entries] as [rows, entries], the same for every query."""
-        heads, entries, n = *x.shape, self.plan.c.block_n
+    def spread(self, x: jax.Array, axis: int) -> jax.Array:
+        """A tile whose `axis` is heads as one whose `axis` is rows, the same for every query."""
+        n, shape = self.plan.c.block_n, list(x.shape)
         if n == 1:
             return x
-        return jnp.broadcast_to(x[None], (n, heads, entries)).reshape(n * heads, entries)
+        shape.insert(axis, n)
+        x = jnp.broadcast_to(jnp.expand_dims(x, axis), shape)
+        return x.reshape(*shape[:axis], -1, *shape[axis + 2 :])
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """[rows, entries] summed over queries, as [entries, heads]; the transpose of `spread`."""
+        """[keys, rows] summed over queries, as [keys, heads]; the transpose of `spread`."""
         n = self.plan.c.block_n
-        return (x if n == 1 else x.reshape(n, -1, x.shape[1]).sum(0)).T
+        return x if n == 1 else x.reshape(len(x), n, -1).sum(axis=1)

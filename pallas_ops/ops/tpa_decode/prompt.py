@@ -1,0 +1,164 @@
+"""Many queries at JAX's default precision: cuDNN's attention to keys and values that are formed.
+
+From some hundred queries on, arithmetic is what takes the time, and cuDNN does twice as much of it
+a second as a kernel of Triton. It has no mask for queries that are the last of the keys. So the
+keys come in two parts: the last N, whose mask is the usual causal one, and all before these.
+"""
+
+import importlib
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_ops.core import card, launch
+from pallas_ops.core.backend import plgpu
+from pallas_ops.core.fastmath import LOG2E
+from pallas_ops.core.tiles import Ref, power_of_two, span
+from pallas_ops.ops.tpa_decode import reference
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, tile
+from pallas_ops.ops.tpa_decode.tiles import per_batch
+
+# Queries times padded heads times ranks. With fewer, reading the factors again and again takes less
+# time than forming keys and values.
+LEAST_ROWS = 12_288
+
+try:  # `jax.nn.dot_product_attention` rounds the log-sum-exp to 16 bits.
+    cudnn: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+except ImportError:
+    cudnn = None
+
+
+def takes(s: Sizes, p: Params) -> bool:
+    """Whether cuDNN has the form of this call, and is the faster way."""
+    if s.precision != "default" or s.dtype == "float32" or s.n > s.m:
+        return False
+    if p.window is not None or p.batch_invariant or p.config is not None:
+        return False
+    if s.n * tile(s.h) * s.most_ranks < LEAST_ROWS or s.m * s.h * s.d >= 2**31:
+        return False
+    is_here = launch.is_interpreted() or (cudnn is not None and jax.default_backend() == "gpu")
+    most = 256 if card.current().capability >= 90 else 128
+    return is_here and s.d == s.e and s.d % 8 == 0 and s.d <= most
+
+
+def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
+    """out [B, N, H, E] and lse [B, N, H]."""
+    o = reference.dequantised(reference.from_pages(o))
+    n, q, scale = o.aq.shape[1], o.aq, p.score_scale
+    if o.bq is not None:
+        q, scale = reference.query(o.aq, o.bq, p.score_scale * LOG2E), 1 / LOG2E
+    q = q.astype(o.ak.dtype)
+    of_keys = partial(_attend, scale=scale, value_scale=p.value_scale)
+    if o.lengths is None:
+        parts = [of_keys(q, o, slice(o.m - n, o.m), is_causal=True)]
+        if n < o.m:
+            parts.append(of_keys(q, o, slice(0, o.m - n)))
+        out, lse = _merged(parts)
+        return out.astype(p.out_dtype), lse
+    # The last N keys begin at token `start`; the first `unseeing` queries come before all keys.
+    start, unseeing = jnp.maximum(o.lengths - n, 0), jnp.maximum(n - o.lengths, 0)
+    query = jnp.arange(n, dtype=jnp.int32)[None, :]
+    place = jnp.minimum(start[:, None] + query, o.m - 1)
+    last = o.with_cache(lambda x: jnp.take_along_axis(x, place[..., None, None], axis=1))
+    count = jnp.clip(o.m - start, 0, jnp.minimum(n, jnp.maximum(o.lengths, 0)))
+    q = _rolled(q, unseeing)
+    of_last = of_keys(q, last, slice(0, n), count, is_causal=True)
+    parts = [of_last, of_keys(q, o, slice(0, o.m), jnp.minimum(start, o.m))]
+    out, lse = (_rolled(x, -unseeing) for x in _merged(parts))
+    sees = (query >= unseeing[:, None])[..., None]
+    out = jnp.where(sees[..., None], out, 0.0)
+    return out.astype(p.out_dtype), jnp.where(sees, lse, -jnp.inf)
+
+
+def _rolled(x: jax.Array, shift: jax.Array) -> jax.Array:
+    """[B, N, ...] with query n + shift[b] at place n."""
+    index = (jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] + shift[:, None]) % x.shape[1]
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def _attend(
+    q: jax.Array,
+    o: Operands,
+    keys: slice,
+    lengths: jax.Array | None = None,
+    *,
+    scale: float,
+    value_scale: float,
+    is_causal: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """To these keys, of which the first `lengths` exist; by cuDNN, or in jax.numpy."""
+    k, v = _formed(o.ak, o.bk, lengths, keys), _formed(o.av, o.bv, lengths, keys, value_scale)
+    if launch.is_interpreted():
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        masks: Any = dict(key_value_seq_lengths=lengths, is_causal=is_causal)
+        attention = partial(jax.nn.dot_product_attention, return_residual=True)
+        out, lse = attention(q, k, v, scale=scale, **masks)
+    else:
+        sizes = () if lengths is None else (jnp.full_like(lengths, q.shape[1]), lengths)
+        mask = cudnn.MaskType(2 * is_causal + (lengths is not None))
+        attention = partial(cudnn.dot_product_attention, return_residual=True)
+        out, lse = attention(q, k, v, None, None, *sizes, scale=scale, mask_type=mask)
+        lse = lse.swapaxes(1, 2)
+    if lengths is not None:
+        lse = jnp.where((lengths > 0)[:, None, None], lse, -jnp.inf)
+    return out.astype(jnp.float32), lse
+
+
+def _merged(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Attention to all keys from that to disjoint parts of them, by their log-sum-exps."""
+    outs, lses = zip(*parts, strict=True)
+    weights, lse = reference.softmax(jnp.stack(lses, axis=-1))
+    out = jnp.zeros_like(outs[0])
+    for i, x in enumerate(outs):
+        weight = weights[..., i, None]
+        out += jnp.where(weight > 0, weight * x, 0.0)
+    return out, lse
+
+
+def _formed(
+    a: jax.Array, b: jax.Array, lengths: jax.Array | None, keys: slice, scale: float = 1.0
+) -> jax.Array:
+    """Keys or values [B, keys, H, D], rounded once; 0 from `lengths` on."""
+    batch, _, _, heads, size = *a.shape, b.shape[-1]
+    m = keys.stop - keys.start
+    rows, columns = 4, min(1024, power_of_two(heads * size))
+    arrays = a, b, None if lengths is None else lengths[:, None]
+    (out,) = launch.launch(
+        partial(_form, first=keys.start, scale=scale, rows=rows, columns=columns),
+        *arrays,
+        name="tpa_decode_form",
+        grid=(pl.cdiv(m, rows), pl.cdiv(heads * size, columns), batch),
+        in_specs=[None if x is None else per_batch(x) for x in arrays],
+        out_specs=[pl.BlockSpec((None, m, heads * size), lambda *ids: (ids[-1], 0, 0))],
+        out_shape=[jax.ShapeDtypeStruct((batch, m, heads * size), a.dtype)],
+        num_warps=4,
+    )
+    return out.reshape(batch, m, heads, size)
+
+
+def _form(
+    a_ref: Ref,  # [M, ranks, H]
+    b_ref: Ref,  # [M, ranks, D]
+    length_ref: Ref | None,  # [1]
+    out_ref: Ref,  # [keys, H D]
+    *,
+    first: int,
+    scale: float,
+    rows: int,
+    columns: int,
+) -> None:
+    ranks, size = b_ref.shape[1:]
+    i = (pl.program_id(0) * rows + span(rows))[:, None]
+    j = (pl.program_id(1) * columns + span(columns))[None, :]
+    inside = (i < out_ref.shape[0]) & (j < out_ref.shape[1])
+    exists = inside if length_ref is None else inside & (i < length_ref[0])
+    total = jnp.zeros((rows, columns), jnp.float32)
+    for k in range(ranks):
+        a = plgpu.load(a_ref.at[first + i, k, lax.div(j, size)], mask=exists, other=0.0)
+        b = plgpu.load(b_ref.at[first + i, k, lax.rem(j, size)], mask=exists, other=0.0)
+        total += a.astype(jnp.float32) * b.astype(jnp.float32)
+    plgpu.store(out_ref.at[i, j], (scale * total).astype(out_ref.dtype), mask=inside)

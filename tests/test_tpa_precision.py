@@ -1,0 +1,156 @@
+"""tpa_decode with precision="default": what is rounded, and whole prompts."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_ops
+from pallas_ops.ops.tpa_decode import prompt
+from pallas_ops.ops.tpa_decode.config import Params, Sizes, TpaDecodeConfig
+from tests import h200
+from tests.support import (
+    assert_as_good_as_reference,
+    case,
+    in_turn,
+    kernel_implementation,
+    random_cotangents,
+    to_float64,
+)
+from tests.tpa_decode import DTYPES8, both, factors, loop, loop_gradients, quantised, widened
+
+KERNEL = kernel_implementation()
+Rng = np.random.Generator
+SHAPES = [
+    case(b=2, n=1, m=96, h=34, r=6, d=64, e=64, rk=2, rv=2),
+    case(b=2, n=1, m=133, h=47, r=6, d=64, e=64, rk=2, rv=2),
+    case(b=1, n=1, m=70, h=75, r=6, d=32, e=32, rk=2, rv=2),
+    case(b=2, n=3, m=70, h=5, r=6, d=24, e=16),
+    case(b=2, n=1, m=96, h=22, d=64, e=64, rk=2, rv=2, full=True),
+]
+
+
+def rounded(xs: Any, lengths: Any = None) -> Any:
+    """q, k and v formed and rounded: what an error is held to."""
+    return pallas_ops.reference.tpa_decode_naive(*xs, lengths=lengths)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, [jnp.bfloat16, jnp.float16]))
+def test_it_is_as_good_as_rounded_queries_keys_and_values(
+    rng: Rng, shape: dict[str, Any], dtype: Any
+) -> None:
+    xs = factors(rng, dtype, **shape)
+    lengths = jnp.asarray(rng.integers(shape["n"], shape["m"] + 1, shape["b"]), jnp.int32)
+    decode = partial(pallas_ops.tpa_decode, implementation=KERNEL, precision="default")
+
+    @jax.jit
+    def compare(xs: Any, lengths: Any, cotangent: Any) -> Any:
+        out, pull = jax.vjp(lambda *xs: decode(*xs, lengths=lengths), *xs)
+        own, pull_own = jax.vjp(lambda *xs: rounded(xs, lengths), *xs)
+        return (out, pull(cotangent)), (own, pull_own(cotangent))
+
+    cotangent = random_cotangents(rng, jax.eval_shape(rounded, xs))
+    got, own = compare(xs, lengths, cotangent)
+    truth, lse = loop(xs, lengths)
+    assert_as_good_as_reference(got[0], own[0], truth)
+    wants = loop_gradients(xs, lengths, (cotangent, np.zeros(lse.shape)))
+    assert_as_good_as_reference(got[1], own[1], wants)
+
+
+def test_log_sum_exps_are_those_of_rounded_queries(rng: Rng) -> None:
+    xs = factors(rng, jnp.bfloat16, b=4, m=128, h=8, r=16, d=64, e=32)
+    xs = (xs[0] * 20, *xs[1:])
+    want = loop(xs, [128] * 4)[1]
+    got = both(KERNEL, precision="default")(*xs)[1]
+    assert abs(want).max() > 20
+    error = abs(to_float64(got) - want).max()
+    assert 1e-6 < error < 2.0**-9 * abs(want).max()
+
+
+@pytest.mark.parametrize("dtype8", DTYPES8)
+def test_eight_bits(rng: Rng, dtype8: Any) -> None:
+    xs = quantised(factors(rng, jnp.bfloat16, m=70, h=17, rk=2, rv=2), dtype8)
+    got = both(KERNEL, precision="default")(*xs)[0]
+    assert_as_good_as_reference(got, rounded(widened(xs)), loop(widened(xs), [70, 70])[0])
+
+
+def test_names_of_precisions(rng: Rng) -> None:
+    xs = factors(rng)
+
+    def program(precision: Any) -> str:
+        decode = partial(pallas_ops.tpa_decode, precision=precision, implementation=KERNEL)
+        return str(jax.make_jaxpr(decode)(*xs))
+
+    assert program(None) == program("highest") == program(jax.lax.Precision.HIGHEST)
+    assert program("default") == program(jax.lax.Precision.DEFAULT) != program(None)
+
+
+PROMPTS = [
+    case(b=3, n=12, m=40, h=5, r=6, d=24, e=24, rk=2, rv=2),
+    case(b=3, n=17, m=17, h=4, r=3, d=16, e=16),
+    case(b=3, n=20, m=33, h=7, d=32, e=32, rk=2, rv=1, full=True),
+]
+
+
+@pytest.mark.parametrize("lengths", [None, [17, 3, 0], [1000, 12, -3]])
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(PROMPTS, [jnp.bfloat16, jnp.float16]))
+def test_prompts(
+    rng: Rng, shape: dict[str, Any], dtype: Any, lengths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys behind the lengths may hold NaN; a query that no key comes before gets 0."""
+    monkeypatch.setattr(prompt, "LEAST_ROWS", 1)
+    jax.clear_caches()  # the same calls may have been made without
+    xs = factors(rng, dtype, **shape)
+    given = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    ends = [shape["m"]] * shape["b"] if lengths is None else lengths
+    if given is not None:
+        gone = jnp.arange(shape["m"])[None] >= given[:, None]
+        aq, ak, av, bq, bk, bv = xs
+        ak, av, bk, bv = (
+            jnp.where(jnp.expand_dims(gone, range(2, x.ndim)), jnp.nan, x) for x in (ak, av, bk, bv)
+        )
+        xs = aq, ak, av, bq, bk, bv
+    got = both(KERNEL, precision="default", lengths=given)(*xs)
+    out, lse = loop(xs, ends)
+    assert_as_good_as_reference(got[0], jax.jit(rounded)(xs, given), out)
+    np.testing.assert_array_equal(np.isfinite(got[1]), np.isfinite(lse))
+    seen = np.isfinite(lse)
+    assert abs(to_float64(got[1])[seen] - lse[seen]).max() < 2.0**-7 * abs(lse[seen]).max()
+
+
+def test_what_is_taken_for_a_prompt() -> None:
+    many = dict(b=1, n=512, m=8192, h=32, r=16, d=128, e=128, rk=1, rv=1, dtype="bfloat16")
+    s, p = Sizes(**many, precision="default"), Params(precision="default")
+    with pallas_ops.core.launch.interpreted(True):
+        assert prompt.takes(s, p)
+        for change in (
+            dict(precision="highest"),
+            dict(dtype="float32"),
+            dict(n=64),
+            dict(n=8193),
+            dict(d=64),
+            dict(d=124, e=124),
+            dict(d=512, e=512),
+            dict(m=2**19),
+        ):
+            assert not prompt.takes(Sizes(**(dict(precision="default") | many | change)), p), change
+        for change in (dict(window=7), dict(batch_invariant=True)):
+            assert not prompt.takes(s, Params(precision="default", **change)), change
+        config = TpaDecodeConfig(block_h=32)
+        assert not prompt.takes(s, Params(precision="default", config=config))
+
+
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_gradients_of_a_prompt_take_no_more_memory_than_keys_and_values(precision: Any) -> None:
+    """512 queries of 32 heads behind 8,192 tokens."""
+    heads, features = (1, 8192, 32), (1, 8192, 128)
+    shapes = (1, 512, 32, 16), heads, heads, (1, 512, 16, 128), features, features
+    xs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    decode = partial(pallas_ops.tpa_decode, precision=precision)
+    out = jax.eval_shape(decode, *xs)
+    program = h200.compile_for_h200(lambda xs, do: jax.vjp(decode, *xs)[1](do), xs, out)
+    formed = 2 * 8192 * 32 * 128 * 2
+    assert program.memory.temp_size_in_bytes < formed
