@@ -94,6 +94,7 @@ CALLS: dict[str, Call] = {
         partial(decode, config=TpaDecodeConfig(block_h=4, block_m=32, num_splits=7)),
         factors(2, 3, 501, 6, 5, 24, 40, 2),
     ),
+    "decode rounded": (partial(decode, precision="default"), factors(2, 1, 133, 34, 6, 64, 64, 2)),
     "decode of heads in groups": (decode, factors(2, 1, 133, 34, 6, 64, 64, 2)),
     "decode of heads in pairs": (
         partial(decode, batch_invariant=True),

@@ -106,7 +106,8 @@ def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     c = TpaDecodeConfig(
         block_h=s.h,
         block_n=block_n,
-        block_m=32,  # more spill
+        # Of more keys, registers spill.
+        block_m=max(16, 64 // s.most_ranks) if rows <= 32 else 32,
         num_warps=4 if rows <= 64 else 8,
         num_stages=2 if s.dtype == "float32" else 3,
     )

@@ -79,35 +79,37 @@ def _pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ..
 def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
     """A pass for every `block_n` queries: no temporary is larger than the factors in float32.
 
-    The last of a block is the last of so many keys. Before the first query come some of which the
-    gradient is 0: with a log-sum-exp of inf, a key has no part in their attention.
+    The last query of a block is the last of so many keys. The first block is filled up with queries
+    of the second, whose log-sum-exp is inf there: no key has a part in their attention.
     """
     b, n = o.aq.shape[:2]
-    blocks, of_queries = pl.cdiv(n, block_n), ("aq", "bq", "out", "lse", "dout", "dlse")
+    blocks = pl.cdiv(n, block_n)
+    first = n - (blocks - 1) * block_n
+    factors = o.ak, o.av, o.bk, o.bv
+    ends = jnp.array([block_n, *range(first + block_n, n + 1, block_n)], jnp.int32)
     lengths = jnp.full(b, o.m, jnp.int32) if o.lengths is None else o.lengths
-    lengths = lengths[None] - block_n * jnp.arange(blocks, dtype=jnp.int32)[::-1, None]
 
-    def cut(name: str) -> jax.Array | None:
-        x = getattr(o, name)
-        if x is None:
-            return None
-        pad = [(0, 0), (blocks * block_n - n, 0), *[(0, 0)] * (x.ndim - 2)]
-        x = jnp.pad(x, pad, constant_values=jnp.inf if name == "lse" else 0)
-        return x.reshape(b, blocks, block_n, *x.shape[2:]).swapaxes(0, 1)
+    def cut(x: jax.Array) -> jax.Array:
+        others = x[:, first:].reshape(b, blocks - 1, block_n, *x.shape[2:])
+        return jnp.concatenate([x[:, None, :block_n], others], axis=1).swapaxes(0, 1)
+
+    def join(x: jax.Array) -> jax.Array:
+        others = x[1:].swapaxes(0, 1).reshape(b, n - first, *x.shape[3:])
+        return jnp.concatenate([x[0, :, :first], others], axis=1)
 
     def step(sums: list[jax.Array], block: dict[str, jax.Array]) -> tuple[Any, Any]:
         daq, dak, dav, *dbq, dbk, dbv = _pass(o._replace(**block), p, exact=True)
         of_keys = zip(sums, (dak, dav, dbk, dbv), strict=True)
         return [x + y.astype(jnp.float32) for x, y in of_keys], (daq, *dbq)
 
-    factors = o.ak, o.av, o.bk, o.bv
+    names = "aq", "bq", "out", "lse", "dout", "dlse"
+    of_queries = {name: cut(x) for name in names if (x := getattr(o, name)) is not None}
+    of_queries["lse"] = of_queries["lse"].at[0, :, first:].set(jnp.inf)
+    of_queries["lengths"] = lengths[None] - (n - ends[:, None])
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in factors]
-    blocks_of = {name: cut(name) for name in of_queries} | {"lengths": lengths}
-    sums, of_blocks = lax.scan(step, zeros, blocks_of)
+    sums, of_blocks = lax.scan(step, zeros, of_queries)
     dak, dav, dbk, dbv = (x.astype(y.dtype) for x, y in zip(sums, factors, strict=True))
-    daq, *dbq = (
-        x.swapaxes(0, 1).reshape(b, blocks * block_n, *x.shape[3:])[:, -n:] for x in of_blocks
-    )
+    daq, *dbq = map(join, of_blocks)
     return daq, dak, dav, *dbq, dbk, dbv
 
 
