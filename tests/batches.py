@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.ops import TestedOp
+from tests.support import on_device
 
 Axes = Sequence[int | None]  # in_axes
 
@@ -36,7 +37,7 @@ def batched(rng: np.random.Generator, op: TestedOp, *levels: Axes) -> tuple[jax.
     def argument(i: int, axes: list[int]) -> jax.Array:
         if not axes:
             return op.argument(rng, i)
-        return jnp.asarray(np.stack([argument(i, axes[1:]) for _ in range(2)], axes[0]))
+        return on_device(np.stack([argument(i, axes[1:]) for _ in range(2)], axes[0]))
 
     return tuple(
         argument(i, [axis for axes in levels if (axis := axes[i]) is not None])

@@ -1,11 +1,14 @@
 """What every test stands on: where JAX runs, how strict it is, and where the numbers come from."""
 
 import ctypes.util
+import gc
 import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import sys
 import zlib
+from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
@@ -38,6 +41,8 @@ if not _has_gpu():
         # There XLA's newer emitters for CPUs take half of what is left; later ones are fast. The
         # older ones add up in an order that depends on the shape.
         _XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+    # Without a folder nothing is kept, and yet a key is made of each program.
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several workers share one card
@@ -61,6 +66,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if test not in met and not any(map(item.get_closest_marker, ("slow", "cards", "large"))):
             item.add_marker("quick")
         met.add(test)
+
+
+def pytest_collection_finish() -> None:
+    """Tracing makes objects by the million, and hardly a cycle: Python need not look so often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_nothing_behind() -> Iterator[None]:
+    """Files of tests share few programs; kept, they are half of a worker's memory."""
+    yield
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

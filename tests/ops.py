@@ -16,7 +16,7 @@ import pallas_ops
 from pallas_ops.ops.logcumsumexp.vjp import RESIDUALS as LOGCUMSUMEXP_RESIDUALS
 from pallas_ops.ops.lrpe_cosine.vjp import RESIDUALS as LRPE_COSINE_RESIDUALS
 from pallas_ops.ops.tpa_decode.vjp import RESIDUALS as TPA_DECODE_RESIDUALS
-from tests.support import random_array, random_cotangents
+from tests.support import on_device, random_array, random_cotangents
 
 Arrays = tuple[Any, ...]
 Layout = Mapping[str, Any]  # from array axes to the mesh axes they are split over
@@ -66,7 +66,7 @@ class TestedOp:
         """The random i-th operand, of other sizes where given."""
         shape = tuple((dict(self.sizes) | sizes)[axis] for axis in self.operands[i].split())
         if i in self.integers:
-            return jnp.asarray(rng.integers(*self.integers[i], shape, endpoint=True), jnp.int32)
+            return on_device(rng.integers(*self.integers[i], shape, endpoint=True), np.int32)
         return random_array(rng, shape, dtype)
 
     def arguments(

@@ -120,7 +120,7 @@ def in_float64(fn: Callable[..., Any], *args: Any) -> Any:
     """
 
     def widen(x: Any) -> Any:
-        return to_float64(x) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating) else x
+        return to_float64(x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
 
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, jax.jit(fn)(*jax.tree.map(widen, args)))
@@ -130,7 +130,14 @@ def random_array(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = jnp.float32, scale: float = 1.0
 ) -> jax.Array:
     """Normal numbers."""
-    return jnp.asarray(scale * rng.standard_normal(shape), dtype)
+    return on_device(scale * rng.standard_normal(shape), dtype)
+
+
+def on_device(x: npt.ArrayLike, dtype: Any = None) -> jax.Array:
+    """NumPy's numbers as JAX's; `jnp.asarray` would compile a program for each shape."""
+    with np.errstate(over="ignore"):
+        array: jax.Array = jax.device_put(np.asarray(x, dtype))
+    return array
 
 
 def random_cotangents(rng: np.random.Generator, tree: Any) -> Any:

@@ -101,7 +101,7 @@ LONG = [
 @pytest.mark.parametrize("config", LONG)
 def test_many_small_numbers_come_to_something(rng: Rng, config: dict[str, Any]) -> None:
     """One by one they are lost in what is far larger, always to the same side."""
-    n = 4096
+    n = 2048
     i, noise = np.arange(n), rng.standard_normal(n)
     sink = np.where(i == 0, 0, -16.7 + 0.1 * noise)
     late = np.where(i == n // 3, 0, -16.64)

@@ -10,7 +10,15 @@ import numpy as np
 
 import pallas_ops
 from tests.fuzz.calls import Call, Float64, Near, Rng, Signature, Truth, Values
-from tests.support import EPS32, TOLERANCES, assert_close, in_float64, random_cotangents, to_float64
+from tests.support import (
+    EPS32,
+    TOLERANCES,
+    assert_close,
+    in_float64,
+    on_device,
+    random_cotangents,
+    to_float64,
+)
 
 
 def forward(s: Signature, static: Mapping[str, Any]) -> Callable[..., tuple[jax.Array, ...]]:
@@ -100,7 +108,7 @@ def check(call: Call, draw: Callable[[Rng, Call], Values], truth: Truth, terms: 
     each = [draw(rng, call) for _ in range(s.batch or 1)]
     each = [{k: (y if x.axis is not None else each[0])[k] for k, x in s.operands} for y in each]
     with jax.enable_x64(s.x64):
-        xs = tuple(jnp.asarray(_joined([y[k] for y in each], x.axis)) for k, x in s.operands)
+        xs = tuple(on_device(_joined([y[k] for y in each], x.axis)) for k, x in s.operands)
         structs = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
         weights = random_cotangents(rng, results(s, *structs))
         outs, grads = compiled(s)(xs, weights)

@@ -1,0 +1,111 @@
+"""logcumsumexp's kernels for shards, alone and as H200s launch them; names that are refused."""
+
+import collections
+import dataclasses
+import functools
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import pallas_ops
+from pallas_ops import LogcumsumexpConfig
+from pallas_ops.core.dispatch import Op
+from pallas_ops.core.partition import call
+from pallas_ops.ops.logcumsumexp.config import Params
+from pallas_ops.ops.logcumsumexp.vjp import ops
+from tests import h200, shards
+from tests.support import assert_close, kernel_implementation, random_array
+
+KERNEL = kernel_implementation()
+Rng = np.random.Generator
+SEQUENCE = P(None, "x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis", "reverse"), [(1, False), (1, True), (2, True)])
+def test_kernels_of_a_shard(rng: Rng, axis: int, reverse: bool) -> None:
+    """Emulated or on a GPU: the totals of both passes, and a scan that starts from a pair."""
+    passes = ops(axis, 2 - axis)
+    pair = 1e4 + random_array(rng, (2, 40)), 1 + random_array(rng, (2, 40)) ** 2
+    params = Params(axis=axis, reverse=reverse, block_n=16)
+
+    @functools.cache
+    def reference(op: Op) -> Any:
+        return jax.jit(partial(op.reference, params=params))
+
+    for config in (
+        None,
+        LogcumsumexpConfig(block_n=16, block_c=2, block_exact=8, num_segments=2),
+    ):
+        for x in (random_array(rng, (2, 40, 40)), 1e4 * random_array(rng, (2, 40, 40))):
+            do, saved = random_array(rng, x.shape), reference(passes.saving)(x, *pair)[2:]
+            for op, operands in (
+                (passes.totals, (x,)),
+                (passes.forward, (x, *pair)),
+                (passes.backward_totals, (x, do, *saved)),
+            ):
+                chosen = dataclasses.replace(params, config=config)
+                got: Any = call(op, *operands, implementation=KERNEL, params=chosen)
+                want = reference(op)(*operands)
+                if op is passes.totals:  # pairs of other pivots
+                    got, want = (p + jnp.log(t) for p, t in (got, want))
+                assert_close(got, want, terms=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_state", [False, True])
+def test_h200s_launch_every_kernel_once(has_state: bool) -> None:
+    """By name and by jit, and exchange states alone: both passes need the same, as XLA sees."""
+    count, b = (8, 2) if has_state else (2, 1)  # axes of size 1 are written in other ways
+    x = jax.ShapeDtypeStruct((b, 65536, 64), jnp.bfloat16)
+    mesh = h200.h200_mesh(x=count)
+    config = LogcumsumexpConfig(block_n=4, block_c=32, num_segments=64)  # compiles in half the time
+    for axis_name in (None, "x"):
+        fn: Any = partial(pallas_ops.logcumsumexp, axis=1, axis_name=axis_name, config=config)
+        given: tuple[Any, ...] = (x,)
+        specs: tuple[P, ...] = (SEQUENCE,)
+        if has_state:
+            fn = lambda x, s, fn=fn: fn(x, initial_state=s)  # noqa: E731
+            given, specs = (x, jax.ShapeDtypeStruct((b, 1, 64), jnp.float32)), (SEQUENCE, P())
+        if axis_name is not None:
+            fn = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=SEQUENCE)
+        program = h200.compile_for_h200(
+            shards.with_pullback(fn, len(given)), *given, x, mesh=mesh, specs=(*specs, SEQUENCE)
+        )
+        launches = collections.Counter(re.findall(r'name = "(pallas_ops_\w+)"', program.hlo))
+        assert launches.pop("pallas_ops_segments") == 2
+        names = ("logcumsumexp", "logcumsumexp_backward")
+        assert launches == {f"pallas_ops_{n}{k}": 1 for n in names for k in ("", "_totals")}
+        assert program.collectives == {"all-gather": 2}
+        assert max(shards.exchanges(program.hlo)["all-gather"]) <= 8 * 3 * 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("z", ValueError, "axis_name is 'z'; accepted: None, or a mesh axis of the"),
+        (("x", "z"), ValueError, r"axis_name is \('x', 'z'\); accepted: None, or a mesh axis of"),
+        ((), TypeError, r"axis_name is \(\); accepted: None, a str or a tuple of them"),
+        (0, TypeError, "axis_name is 0; accepted: None, a str or a tuple of them"),
+    ],
+)
+def test_names_that_are_refused(name: Any, error: Any, message: str) -> None:
+    fn: Any = lambda x: pallas_ops.logcumsumexp(x, axis_name=name)  # noqa: E731
+    with pytest.raises(error, match=message):
+        fn(jnp.ones(8))
+    with pytest.raises(error, match=message):
+        shards.mapped(fn, shards.line(8), P("x"), P("x"))(jnp.ones(8))
+
+
+def test_the_axis_of_a_vmap_has_no_gradient_outside_of_it() -> None:
+    fn: Any = lambda x: pallas_ops.logcumsumexp(x, axis=0, axis_name="i")  # noqa: E731
+    over = jax.vmap(fn, axis_name="i")
+    assert over(jnp.ones((2, 3))).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"axis_name is \('i',\); accepted: None, or a mesh axis"):
+        jax.grad(lambda x: over(x).sum())(jnp.ones((2, 3)))
