@@ -7,7 +7,7 @@ and those of FlashTPA's figures; from pages, and with features in eight bits.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -122,11 +122,15 @@ def parallel_bn(*, model: str, m: int, **_: Any) -> TpaDecodeConfig:
 
 
 def kernel(
-    name: str, config: Callable[..., TpaDecodeConfig | None], note: str, **options: Any
+    name: str,
+    config: Callable[..., TpaDecodeConfig | None],
+    note: str,
+    precision: Literal["default"] | None = None,
+    **options: Any,
 ) -> Provider:
     def make(**point: Any) -> Function:
-        call = partial(tpa_decode, implementation=implementation(), config=config(**point))
-        return of_model(call, point["model"])
+        given: Any = dict(implementation=implementation(), precision=precision)
+        return of_model(partial(tpa_decode, config=config(**point), **given), point["model"])
 
     return Provider(name=name, make=make, kernel=True, note=note, **options)
 
@@ -219,6 +223,13 @@ BENCHMARK = Benchmark(
         kernel("plbh", parallel_bh, "parallel over b and h", sizes="few"),
         kernel("plbn", parallel_bn, "parallel over b and parts of 512 keys", sizes="few"),
         kernel("pallas", lambda **_: None, "the default: chosen by shape"),
+        kernel(
+            "rounded",
+            lambda **_: None,
+            'less precise: precision="default", q and the weights of the values rounded',
+            precision="default",
+            sizes="few",
+        ),
         function(
             "plain",
             plain,

@@ -63,6 +63,14 @@ FAULTS = {
         "partial(dot, pieces=plan.pieces)",
         "partial(dot, pieces=1)",
     ),
+    "queries of the first block count twice": Fault(
+        "ops/tpa_decode/kernel_backward.py",
+        'of_queries["lse"].at[0, :, first:].set(jnp.inf)',
+        'of_queries["lse"]',
+    ),
+    "all of a prompt sees its last keys": Fault(
+        "ops/tpa_decode/prompt.py", "count, is_causal=True)", "count)"
+    ),
     "vmapped operands fold into the wrong axis": Fault(
         "core/dispatch.py", "o.reshape(size, -1,", "o.reshape(-1, size,"
     ),

@@ -133,7 +133,9 @@ def test_any_shape_compiles(settings: dict[str, Any]) -> None:
     )
 
 
-UNFACTORED = [case(), case(window=1000), case(batch_invariant=True)]
+UNFACTORED = [
+    case(), case(window=1000), case(batch_invariant=True), case(precision="default")
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "h"), in_turn(UNFACTORED, [22, 47]))

@@ -1,5 +1,6 @@
 """tpa_decode with precision="default": what is rounded, and whole prompts."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_ops
+from pallas_ops.core import launch
 from pallas_ops.ops.tpa_decode import prompt
 from pallas_ops.ops.tpa_decode.config import Params, Sizes, TpaDecodeConfig
 from tests import h200
@@ -123,25 +125,29 @@ def test_prompts(
 
 
 def test_what_is_taken_for_a_prompt() -> None:
-    many = dict(b=1, n=512, m=8192, h=32, r=16, d=128, e=128, rk=1, rv=1, dtype="bfloat16")
-    s, p = Sizes(**many, precision="default"), Params(precision="default")
-    with pallas_ops.core.launch.interpreted(True):
+    sizes: dict[str, Any] = dict(b=1, n=512, m=8192, h=32, r=16, d=128, e=128, rk=1, rv=1)
+    s, p = Sizes(**sizes, dtype="bfloat16", precision="default"), Params(precision="default")
+    others: tuple[dict[str, Any], ...] = (
+        dict(precision="highest"),
+        dict(dtype="float32"),
+        dict(n=64),
+        dict(n=8193),
+        dict(d=64),
+        dict(d=124, e=124),
+        dict(d=256, e=256),
+        dict(m=2**19),
+    )
+    options: tuple[dict[str, Any], ...] = (
+        dict(window=7),
+        dict(batch_invariant=True),
+        dict(config=TpaDecodeConfig(block_h=32)),
+    )
+    with launch.interpreted(True):
         assert prompt.takes(s, p)
-        for change in (
-            dict(precision="highest"),
-            dict(dtype="float32"),
-            dict(n=64),
-            dict(n=8193),
-            dict(d=64),
-            dict(d=124, e=124),
-            dict(d=512, e=512),
-            dict(m=2**19),
-        ):
-            assert not prompt.takes(Sizes(**(dict(precision="default") | many | change)), p), change
-        for change in (dict(window=7), dict(batch_invariant=True)):
-            assert not prompt.takes(s, Params(precision="default", **change)), change
-        config = TpaDecodeConfig(block_h=32)
-        assert not prompt.takes(s, Params(precision="default", config=config))
+        for change in others:
+            assert not prompt.takes(dataclasses.replace(s, **change), p), change
+        for change in options:
+            assert not prompt.takes(s, dataclasses.replace(p, **change)), change
 
 
 @pytest.mark.parametrize("precision", ["highest", "default"])

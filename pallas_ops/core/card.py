@@ -84,6 +84,12 @@ def current() -> Card:
     return SMALLEST if local is None else _of(local)
 
 
+def is_here() -> bool:
+    """Whether code is lowered for a GPU of this process."""
+    local = _local()
+    return local is not None and current() == _of(local)
+
+
 def _local() -> Any:
     """A GPU of this process, if JAX has one."""
     try:

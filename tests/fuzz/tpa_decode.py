@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -66,6 +67,7 @@ def _form(rng: Rng) -> Form:
         dtype = pick(rng, "int32", "int16", "uint32", "int64")
         arguments["page_table"] = Operand((sizes["b"], pages), dtype)
     arguments["window"] = pick(rng, *[None] * 3, 1, 20, np.int64(70), 10**30)
+    arguments["precision"] = pick(rng, None, None, "highest")
     arguments["batch_invariant"] = pick(rng, *[None] * 4, True, np.True_)
     for name in SCALES:
         array = Operand((), pick(rng, "float32", "bfloat16"))
@@ -200,6 +202,7 @@ def _refused(form: Form) -> Iterator[dict[str, Any]]:
         yield dict(axis_name="x")
     windows = tuple(x for x in NOT_INTEGERS if x is not None)
     yield from each(window=(*windows, 0, -1), batch_invariant=NOT_FLAGS)
+    yield from each(precision=("high", "HIGHEST", 1, True, jax.lax.Precision.HIGH))
     yield from each(**dict.fromkeys(SCALES, NOT_SCALES))
 
 

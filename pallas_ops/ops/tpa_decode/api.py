@@ -48,13 +48,14 @@ def tpa_decode(
 
         out = softmax(scale * q k^T) v
 
-    and neither k nor v is ever materialised. Query n of N is token length - N + n of the cache: it
-    sees keys m < length - (N - 1 - n).
+    and neither k nor v is materialised (but see `precision`). Query n of N is token length - N + n
+    of the cache: it sees keys m < length - (N - 1 - n).
 
     Computed in float32 and returned in the dtype of aq; nothing on the way has a 16-bit dtype. In
     tensor-core products a float32 side keeps 16 significant bits or more, and 21 where
-    scores are made for the log-sum-exp. Gradients whose tiles do not fit the card (more than 256
-    queries times heads, wide float32 factors) are computed by the reference's derivative.
+    scores are made for the log-sum-exp. The gradient of many queries is computed a block of them at
+    a time, and by the reference's derivative where not even one fits the card (more than 256 heads,
+    wide float32 factors).
 
     Args:
       aq: query head factors [B, N, H, R]; bfloat16, float16, float32 (float64 runs the reference).
@@ -79,6 +80,13 @@ def tpa_decode(
       scale: default D**-0.5; scale_q: default 1 / R (1 if bq is None); scale_k: default 1 / Rk;
         scale_v: default 1 / Rv. Finite numbers, or floating arrays of shape [] (which may be
         traced and are differentiable; one of the scores makes the queries float32).
+      precision: None or "highest" is the above. "default" is what JAX's default means on a GPU: the
+        kernels round q, the weights of the values, and the results of the cache's parts to
+        the dtype of the cache (float32: products are TF32's). The output's error is then at most
+        twice that of rounding q, k and v; log-sum-exps are within 2**-9 of the largest score. Of
+        16 bits, a call of some hundred queries or more, without `window` and `batch_invariant`,
+        forms k and v, and cuDNN attends to them. Also a `jax.lax.Precision`; jax.numpy always
+        computes in float32.
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
         the other rows are. The keys are then divided into parts of 512, and not by what fills the
         card, which costs speed (1.1 to 1.3 times the default's time on an H200). jax.numpy promises

@@ -8,7 +8,6 @@ from pallas_ops.core import checks
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.tiles import power_of_two
 
-
 Precision = Literal["highest", "default"]
 
 

@@ -104,16 +104,10 @@ def _forward_kernel(
 ) -> None:
     s = plan.s
     tiles = Rows.of_program(plan, pl.program_id(0) if plan.row_blocks > 1 else 0)
-    aqs, bq = [rows.load_aq(aq_ref) for rows in tiles], tiles[0].load_bq(bq_ref)
-    score_scale = plan.p.score_scale * LOG2E
-    if bq is not None and not s.is_rank_first:
-        aqs = [(score_scale * dot(aq, bq, pieces=3)).astype(ak_ref.dtype) for aq in aqs]
-        bq, score_scale = None, 1.0
-    aqs_in_parts = [split(aq, s.parts if bq is None else 1) for aq in aqs]
-    bq_in_parts = None if bq is None else split(bq, s.parts)
+    queries, bq, score_scale = _load_queries(plan, tiles, aq_ref, bq_ref)
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
-    is_bfloat16 = ak_ref.dtype == jnp.bfloat16
+    weigh = times if plan.pieces == 1 and s.dtype == "bfloat16" else jnp.multiply
     has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
 
     def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
@@ -122,23 +116,22 @@ def _forward_kernel(
         masked = len(tiles) > 1 and table_ref is None
         keys = Keys(plan, i, limit, first_key, table_ref, pages, masked=masked, all_count=all_count)
         inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
-        if bq_in_parts is not None:  # [queries x ranks, entries]
-            inner = [score_scale * sum_of_products(bq_in_parts, inner, 3)]
+        if bq is not None:  # [queries x ranks, entries]
+            inner = [score_scale * sum_of_products(bq, inner, 3)]
         bv = keys.load_b(bv_ref, s.rv, s.e)
 
         def of(tile: int, state: State) -> State:
             top, total, accs = state
-            score = sum_of_products(aqs_in_parts[tile], inner, plan.score_pieces)
+            score = sum_of_products(queries[tile], inner, plan.score_pieces)
             score = sum_ranks(score * keys.load_a(tiles[tile], ak_ref, s.rk), s.rk)
-            if bq_in_parts is None and score_scale != 1:
+            if bq is None and score_scale != 1:
                 score *= score_scale
             score = jnp.where(keys.seen(tiles[tile], length), score, -jnp.inf)
             new_top = jnp.maximum(top, score.max(axis=1))
             p = exp2(score - new_top[:, None])
             fade = exp2(top - new_top)
             av = keys.load_a(tiles[tile], av_ref, s.rv)
-            p_each = each_rank(p, s.rv)
-            weight = times(p_each, av) if plan.pieces == 1 and is_bfloat16 else p_each * av
+            weight = weigh(each_rank(p, s.rv), av)
             accs = [
                 dot(weight, x, acc * fade[:, None], pieces=plan.pieces)
                 for x, acc in zip(bv, accs, strict=True)
@@ -161,12 +154,32 @@ def _forward_kernel(
         carry = lax.fori_loop(start, whole, partial(step, all_count=True), carry)
         start = jnp.maximum(start, whole)
     _, states = lax.fori_loop(start, stop, step, carry)
-    for rows, (top, total, accs) in zip(tiles, states, strict=True):
-        none = total == 0
-        nonzero = jnp.where(none, 1.0, total)
-        lse = jnp.where(none, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
-        store(out_ref, join(accs) * (plan.p.value_scale / nonzero)[:, None], *rows.whole(s.e))
-        plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
+    for rows, state in zip(tiles, states, strict=True):
+        _store(plan, rows, state, out_ref, lse_ref)
+
+
+def _load_queries(
+    plan: Plan, tiles: list[Rows], aq_ref: Ref, bq_ref: Ref | None
+) -> tuple[list[list[jax.Array]], list[jax.Array] | None, float]:
+    """Each tile's rows of aq or of q, and bq if q is not formed, in parts; the scale of scores."""
+    s, scale = plan.s, plan.p.score_scale * LOG2E
+    queries, bq = [rows.load_aq(aq_ref) for rows in tiles], tiles[0].load_bq(bq_ref)
+    if s.precision == "default":
+        if bq is not None:
+            queries, bq, scale = [scale * dot(aq, bq, pieces=3) for aq in queries], None, 1.0
+        queries = [q.astype(s.dtype) for q in queries]
+    if bq is None:
+        return [split(q, s.parts) for q in queries], None, scale
+    return [[aq] for aq in queries], split(bq, s.parts), scale
+
+
+def _store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> None:
+    top, total, accs = state
+    none = total == 0
+    nonzero = jnp.where(none, 1.0, total)
+    lse = jnp.where(none, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
+    store(out_ref, join(accs) * (plan.p.value_scale / nonzero)[:, None], *rows.whole(plan.s.e))
+    plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
 
 
 def _empty(plan: Plan, rows: Rows) -> State:

@@ -158,14 +158,14 @@ def _backward_kernel(
         # Blocks without keys that count are stored, too, as zeros; nothing is loaded for them.
         keys = Keys(plan, i, limit, first_key, masked=True)
         stored = Keys(plan, i, s.m, masked=True)
-        bks, us, aks = [], [], []
+        of_ranks: list[tuple[jax.Array, ...]] = []
         score = jnp.zeros((c.block_m, len(rows.index)), jnp.float32)
         for k in range(s.rk):
             bk = load(bk_ref, *keys.features_of(k, s.rk, s.d))
             u = exact(bk if bq is None else exact(bk, bq.T), aq.T)
             ak = rows.spread(load(ak_ref, *keys.heads_of(k, rows, s.rk)).astype(jnp.float32), 1)
             score += u * ak
-            bks, us, aks = [*bks, bk], [*us, u], [*aks, ak]
+            of_ranks.append((bk, u, ak))
         p = exp2((score * plan.p.score_scale - lse[None, :]) * LOG2E)
         p = jnp.where(keys.seen(rows, length, keys_first=True) & rows.inside[None, :], p, 0.0)
         ds = -delta[None, :]
@@ -177,7 +177,7 @@ def _backward_kernel(
             store(dav_ref, rows.gather(p * t) * plan.p.value_scale, *stored.heads_of(k, rows, s.rv))
             store(dbv_ref, exact(p * av, dout), *stored.features_of(k, s.rv, s.e))
         ds *= p * plan.p.score_scale
-        for k, (bk, u, ak) in enumerate(zip(bks, us, aks, strict=True)):
+        for k, (bk, u, ak) in enumerate(of_ranks):
             store(dak_ref, rows.gather(ds * u), *stored.heads_of(k, rows, s.rk))
             g = ds * ak
             x = exact(g, aq)

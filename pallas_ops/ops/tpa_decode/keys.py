@@ -52,7 +52,10 @@ class Keys:
         return inside if self.first is None else inside & (index >= self.first)
 
     def seen(self, rows: Rows, length: jax.Array | int, *, keys_first: bool = False) -> jax.Array:
-        """[rows, keys] or [keys, rows]: query n sees the last `window` keys m < length - (N-1-n)."""
+        """[rows, keys] or [keys, rows]: which query sees which key.
+
+        Query n of N sees the last `window` keys m < length - (N - 1 - n).
+        """
         s, window = self.plan.s, self.plan.p.window
         if s.n == 1:
             return jnp.expand_dims(self.inside, int(keys_first))

@@ -40,9 +40,8 @@ def takes(s: Sizes, p: Params) -> bool:
         return False
     if s.n * tile(s.h) * s.most_ranks < LEAST_ROWS or s.m * s.h * s.d >= 2**31:
         return False
-    is_here = launch.is_interpreted() or (cudnn is not None and jax.default_backend() == "gpu")
-    most = 256 if card.current().capability >= 90 else 128
-    return is_here and s.d == s.e and s.d % 8 == 0 and s.d <= most
+    is_here = launch.is_interpreted() or (cudnn is not None and card.is_here())
+    return is_here and s.d == s.e and s.d % 8 == 0 and s.d <= 128
 
 
 def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
