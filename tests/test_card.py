@@ -125,8 +125,12 @@ def both(fn: Callable[..., Any]) -> Callable[..., Any]:
 )
 @pytest.mark.filterwarnings("ignore:tpa_decode runs as jax.numpy")
 def test_forward_and_gradient_compile(name: str, case: str) -> None:
-    """Without a refusal of shared memory, and without spills (a few bytes are none)."""
+    """Without a refusal of shared memory, and without spills (a few bytes are none).
+
+    Cards whose products (`mma`) take both sides from registers spill in tpa_decode's gradient.
+    """
     fn, xs, spills = CASES[case]
+    spills |= case == "decode" and name not in ("H200", "B200")
     with h200.instead(f"NVIDIA {name}") as gpu:
         program = h200.compile_for_h200(both(fn), *xs)
     assert all(f".target sm_{gpu.capability}" in text for text in program.ptx)

@@ -103,11 +103,12 @@ def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     rows = block_n * tile(s.h)
     if rows > 256:
         return None
+    # Of more keys, registers spill.
+    block_m = max(16, 64 // s.most_ranks) if rows <= 32 and card.capability >= 90 else 32
     c = TpaDecodeConfig(
         block_h=s.h,
         block_n=block_n,
-        # Of more keys, registers spill.
-        block_m=max(16, 64 // s.most_ranks) if rows <= 32 else 32,
+        block_m=block_m,
         num_warps=4 if rows <= 64 else 8,
         num_stages=2 if s.dtype == "float32" else 3,
     )
