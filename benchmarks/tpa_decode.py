@@ -228,6 +228,7 @@ BENCHMARK = Benchmark(
             lambda **_: None,
             'less precise: precision="default", q and the weights of the values rounded',
             precision="default",
+            tolerance=8,
             sizes="few",
         ),
         function(

@@ -65,7 +65,7 @@ def _choose_keys(
         block_m, most_programs = min(entries, power_of_two(keys)), 2
     elif s.has_few_features and s.most_ranks == 1:
         block_m, num_stages, most_programs = min(64, block_m), 3, 3 if block_h > 16 else 2
-    elif rows > 32 and not s.is_rank_first:
+    elif s.n > 1 and rows > 32 and not s.is_rank_first:
         block_m, num_stages, most_programs = min(64, block_m), 3, 2
     elif s.is_coarse:
         num_stages, most_programs = 3, 2
