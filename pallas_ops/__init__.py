@@ -47,11 +47,13 @@ __all__ = (
     "tpa_decode_with_lse",
 )
 
-# What `jax.export.export(..., disabled_checks=...)` needs to be told of our kernels' custom call.
+# What `jax.export.export(..., disabled_checks=...)` needs to be told of our kernels' custom call,
+# and of cuDNN's attention (tpa_decode of many queries at default precision).
 DISABLE_JAX_EXPORT_CHECKS = (
     _DisabledSafetyCheck.custom_call(
         getattr(_plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
     ),
+    _DisabledSafetyCheck.custom_call("__cudnn$fmhaSoftmax"),
 )
 
 __version__ = "0.1.0"
