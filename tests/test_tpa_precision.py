@@ -92,6 +92,22 @@ def test_names_of_precisions(rng: Rng) -> None:
     assert program("default") == program(jax.lax.Precision.DEFAULT) != program(None)
 
 
+OPTIONS = [case(window=33), case(batch_invariant=True)]
+
+
+@pytest.mark.parametrize(("options", "query"), in_turn(OPTIONS, [jnp.bfloat16, jnp.float32]))
+def test_windows_batches_and_float32_queries(rng: Rng, options: dict[str, Any], query: Any) -> None:
+    """Float32 queries beside a cache of bfloat16 are rounded as well."""
+    aq, ak, av, bq, bk, bv = factors(rng, jnp.bfloat16, m=600, h=17, r=6, d=32, e=32, rk=2, rv=2)
+    xs = aq.astype(query), ak, av, bq.astype(query), bk, bv
+    got = both(KERNEL, precision="default", **options)(*xs)[0]
+    assert got.dtype == query
+    window = options.get("window")
+    own = pallas_ops.reference.tpa_decode_naive(aq, ak, av, bq, bk, bv, window=window)
+    truth = loop(xs, [600, 600], window)[0]
+    assert_as_good_as_reference(got.astype(jnp.bfloat16), own, truth)
+
+
 PROMPTS = [
     case(b=3, n=12, m=40, h=5, r=6, d=24, e=24, rk=2, rv=2),
     case(b=3, n=17, m=17, h=4, r=3, d=16, e=16),

@@ -103,7 +103,7 @@ def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     rows = block_n * tile(s.h)
     if rows > 256:
         return None
-    # Of more keys, registers spill.
+    # Larger blocks of keys spill registers.
     block_m = max(16, 64 // s.most_ranks) if rows <= 32 and card.capability >= 90 else 32
     c = TpaDecodeConfig(
         block_h=s.h,
@@ -120,7 +120,7 @@ def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
 
 
 def queries_of_pass(s: Sizes, card: Card) -> int:
-    """Of how many queries a backward pass has the rows; without a launch as many as are usual."""
+    """How many queries one backward pass takes; where no launch fits, what 256 rows would hold."""
     most = max(1, 256 // tile(s.h))
     n = min(most, power_of_two(s.n))
     while choose_backward(dataclasses.replace(s, n=n), card) is None:

@@ -31,7 +31,7 @@ from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, flattened, load, p
 
 
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
-    """Gradients of the factors, in passes of so many queries as a program can have."""
+    """Gradients of the factors. Each pass over the keys has as many queries as fit one program."""
     o = Operands(*operands)
     if p.precision == "default" and o.bq is not None:
         return _of_rounded_query(o, p)
@@ -40,7 +40,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
 
 
 def _pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ...]:
-    """One pass over the keys; of these the gradients are float32 if `exact`."""
+    """One pass over the keys. If `exact`, the gradients of ak, av, bk and bv are float32."""
     s = Sizes.of(o, p)
     config = choose_backward(s, card.current())
     if config is None:
@@ -79,8 +79,8 @@ def _pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ..
 def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
     """A pass for every `block_n` queries: no temporary is larger than the factors in float32.
 
-    The last query of a block is the last of so many keys. The first block is filled up with queries
-    of the second, whose log-sum-exp is inf there: no key has a part in their attention.
+    `lengths` of a block end at its last query. The first block is filled up with queries of the
+    second. There their log-sum-exp is set to inf, so their probabilities are 0 and add nothing.
     """
     b, n = o.aq.shape[:2]
     blocks = pl.cdiv(n, block_n)
@@ -114,7 +114,7 @@ def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
 
 
 def _of_rounded_query(o: Operands, p: Params) -> tuple[jax.Array, ...]:
-    """The same, with q scaled and rounded as in the forward pass."""
+    """At default precision: q is formed, scaled and rounded as in the forward pass."""
 
     def query(aq: jax.Array, bq: jax.Array) -> jax.Array:
         return reference.query(aq, bq, p.score_scale * LOG2E).astype(o.ak.dtype)
