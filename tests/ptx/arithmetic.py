@@ -62,11 +62,12 @@ PAIRS: dict[str, Callable[..., Any]] = {
     "max": _larger,
     "add": np.add,
     "sub": np.subtract,
+    "mul": np.multiply,
     "fma": lambda a, b, c: a * b + c,  # products of two are exact in float32
 }
 
 
-@instruction(r"(max|sub(\.rn)?)\.bf16x2|add\.rn\.f16x2|fma\.rn\.bf16x2")
+@instruction(r"(max|sub(\.rn)?)\.bf16x2|add\.rn\.f16x2|(fma|mul)\.rn\.bf16x2")
 def pairs_of_half_width(m: Machine, i: Instruction) -> None:
     dtype, pairs = TYPES[i.words[-1][:-2]], [m.read(x, "u32") for x in i.operands[1:]]
 

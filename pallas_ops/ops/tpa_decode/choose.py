@@ -100,22 +100,25 @@ def split_size(m: int) -> int:
 def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     """The backward launch; None where all rows of a batch element do not fit in one program."""
     block_n = power_of_two(s.n)
-    rows = block_n * tile(s.h)
+    rows = block_n * sum(head_tiles(s.h))
     if rows > 256:
         return None
-    # Larger blocks of keys spill registers.
-    block_m = max(16, 64 // s.most_ranks) if rows <= 32 and card.capability >= 90 else 32
+    is_narrow = rows <= 32 or (s.has_few_features and rows <= 96)
+    # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill.
+    entries = 64 if card.capability >= 90 and is_narrow else 32
+    two_fit = s.has_few_features and rows > 32  # two programs in a multiprocessor, with two stages
     c = TpaDecodeConfig(
         block_h=s.h,
         block_n=block_n,
-        block_m=block_m,
-        num_warps=4 if rows <= 64 else 8,
-        num_stages=2 if s.dtype == "float32" else 3,
+        block_m=max(16, entries // s.most_ranks),
+        num_warps=4 if block_n * head_tiles(s.h)[0] <= 64 else 8,
+        num_stages=2 if s.dtype == "float32" or two_fit else 3,
     )
     fitting = fit(s, c, backward_bytes, card, least=16)
     if fitting is None:
         return None
-    num_splits = max(1, min(2 * card.num_sms // s.b, -(-s.m // fitting.block_m)))
+    programs = (2 if s.has_few_features else 1) * card.num_sms // s.b
+    num_splits = max(1, min(programs, -(-s.m // fitting.block_m)))
     return dataclasses.replace(fitting, num_splits=num_splits)
 
 

@@ -9,8 +9,9 @@ made of them is the left side of a product, which the tensor cores take from reg
 """
 
 import dataclasses
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from operator import add, mul
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,8 @@ from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode import reference
 from pallas_ops.ops.tpa_decode.choose import choose_backward, queries_of_pass
-from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, tile
-from pallas_ops.ops.tpa_decode.keys import Keys, key_range, part
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
+from pallas_ops.ops.tpa_decode.keys import Keys, join_ranks, key_range, of_ranks, part
 from pallas_ops.ops.tpa_decode.matmul import dot
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, flattened, load, per_batch, store
 
@@ -144,54 +145,124 @@ def _backward_kernel(
 ) -> None:
     *dbq_ref, dak_ref, dav_ref, dbk_ref, dbv_ref = others
     s, c, exact = plan.s, plan.c, partial(dot, pieces=plan.pieces)
-    rows = Rows(plan, 0, 0, tile(c.block_h))
-    aq, bq = rows.load_aq(aq_ref), rows.load_bq(bq_ref)
-    dout, out = (load(x, *rows.whole(s.e)) for x in (dout_ref, out_ref))
-    lse, dlse = (
-        plgpu.load(x.at[rows.index], mask=rows.inside, other=0.0) for x in (lse_ref, dlse_ref)
-    )
-    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=1) - dlse
-    length, first_key, limit = key_range(rows, length_ref)
+    tiles = Rows.of_program(plan, 0)
+    queries = [_Queries(x, aq_ref, out_ref, dout_ref, lse_ref, dlse_ref) for x in tiles]
+    bq = tiles[0].load_bq(bq_ref)
+    length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = part(pl.program_id(0), c.num_splits, pl.cdiv(s.m, c.block_m))
 
-    def step(i: jax.Array, dq: jax.Array) -> jax.Array:
+    def step(i: jax.Array, dqs: list[jax.Array]) -> list[jax.Array]:
         # Blocks without keys that count are stored, too, as zeros; nothing is loaded for them.
-        keys = Keys(plan, i, limit, first_key, masked=True)
-        stored = Keys(plan, i, s.m, masked=True)
-        of_ranks: list[tuple[jax.Array, ...]] = []
-        score = jnp.zeros((c.block_m, len(rows.index)), jnp.float32)
-        for k in range(s.rk):
-            bk = load(bk_ref, *keys.features_of(k, s.rk, s.d))
-            u = exact(bk if bq is None else exact(bk, bq.T), aq.T)
-            ak = rows.spread(load(ak_ref, *keys.heads_of(k, rows, s.rk)).astype(jnp.float32), 1)
-            score += u * ak
-            of_ranks.append((bk, u, ak))
-        p = exp2((score * plan.p.score_scale - lse[None, :]) * LOG2E)
-        p = jnp.where(keys.seen(rows, length, keys_first=True) & rows.inside[None, :], p, 0.0)
-        ds = -delta[None, :]
-        for k in range(s.rv):
-            t = exact(load(bv_ref, *keys.features_of(k, s.rv, s.e)), dout.T)
-            av = rows.spread(load(av_ref, *keys.heads_of(k, rows, s.rv)).astype(jnp.float32), 1)
-            av *= plan.p.value_scale
-            ds += t * av
-            store(dav_ref, rows.gather(p * t) * plan.p.value_scale, *stored.heads_of(k, rows, s.rv))
-            store(dbv_ref, exact(p * av, dout), *stored.features_of(k, s.rv, s.e))
-        ds *= p * plan.p.score_scale
-        for k, (bk, u, ak) in enumerate(of_ranks):
-            store(dak_ref, rows.gather(ds * u), *stored.heads_of(k, rows, s.rk))
-            g = ds * ak
-            x = exact(g, aq)
-            x = x if bq is None else exact(x, bq)
-            store(dbk_ref, x, *stored.features_of(k, s.rk, s.d))
-            dq = exact(bk.T, g, dq)
-        return dq
+        keys = Keys(plan, i, limit, first_key, masked=True, octets=True)
+        stored = Keys(plan, i, s.m, masked=True, octets=True)
+        results: list[tuple[Any, ...]] = []
 
-    dq = lax.fori_loop(start, stop, step, jnp.zeros((s.tile_d, len(rows.index)), jnp.float32))
-    if bq is None:
-        store(daq_ref, dq.T, *rows.whole(s.d))
-        return
-    daq = jnp.where(rows.own, exact(bq, dq).T, 0.0).reshape(-1, c.block_n, s.tile_r).sum(axis=1)
-    store(daq_ref, daq, *rows.whole(s.r))
-    d = span(s.tile_d)
-    mask = rows.rank_inside[:, None] & (d < s.d)[None, :]
-    store(dbq_ref[0], exact(dq, aq).T, rows.rank_query * s.r + rows.rank, d, mask)
+        def keep(ref: Ref, value: jax.Array, where: tuple[jax.Array, ...]) -> None:
+            # A product of what lies in shared memory waits for all stores before it. The results of
+            # more features than these do not fit in registers until the end of the step.
+            if s.has_few_features:
+                results.append((ref, value.astype(ref.dtype), *where))
+            else:
+                store(ref, value, *where)
+
+        bk = load(bk_ref, *keys.features(s.rk, s.d))
+        bv = load(bv_ref, *keys.features(s.rv, s.e))
+        inner = bk if bq is None else exact(bk, bq.T)
+        scores = [_scores(x, keys, length, ak_ref, av_ref, inner, bv) for x in queries]
+        dbv: Any = None
+        dinner: Any = None
+        new_dqs = []
+        for q, x in zip(queries, scores, strict=True):
+            dav = q.rows.gather(join_ranks([x.p * t for t in x.t])) * plan.p.value_scale
+            keep(dav_ref, dav, stored.heads(q.rows, s.rv))
+            dbv = exact(join_ranks([x.p * av for av in x.av]), q.dout, dbv)
+        keep(dbv_ref, dbv, stored.features(s.rv, s.e))
+        for q, x, dq in zip(queries, scores, dqs, strict=True):
+            dak = q.rows.gather(join_ranks([x.ds * u for u in x.u]))
+            keep(dak_ref, dak, stored.heads(q.rows, s.rk))
+            g = join_ranks([x.ds * ak for ak in x.ak])
+            dinner = exact(g, q.aq, dinner)
+            new_dqs.append(exact(bk.T, g, dq))
+        keep(dbk_ref, dinner if bq is None else exact(dinner, bq), stored.features(s.rk, s.d))
+        for result in results:
+            store(*result)
+        return new_dqs
+
+    zeros = [jnp.zeros((s.tile_d, len(x.index)), jnp.float32) for x in tiles]
+    dqs = lax.fori_loop(start, stop, step, zeros)
+    _store_queries(plan, queries, bq, dqs, daq_ref, *dbq_ref)
+
+
+class _Queries:
+    """What one tile of rows has of the queries."""
+
+    def __init__(
+        self, rows: Rows, aq_ref: Ref, out_ref: Ref, dout_ref: Ref, lse_ref: Ref, dlse_ref: Ref
+    ) -> None:
+        self.rows, self.aq = rows, rows.load_aq(aq_ref)
+        self.dout, out = (load(x, *rows.whole(rows.plan.s.e)) for x in (dout_ref, out_ref))
+        self.lse, dlse = (
+            plgpu.load(x.at[rows.index], mask=rows.inside, other=0.0) for x in (lse_ref, dlse_ref)
+        )
+        out = self.dout.astype(jnp.float32) * out.astype(jnp.float32)
+        self.delta = out.sum(axis=1) - dlse
+
+
+class _Scores(NamedTuple):
+    """Of a block of keys and a tile of rows: all [keys / 8, 8, rows], and lists of each rank."""
+
+    p: jax.Array
+    ds: jax.Array
+    u: list[jax.Array]
+    t: list[jax.Array]
+    ak: list[jax.Array]
+    av: list[jax.Array]
+
+
+def _scores(
+    q: _Queries,
+    keys: Keys,
+    length: jax.Array | int,
+    ak_ref: Ref,
+    av_ref: Ref,
+    inner: jax.Array,  # bk bq^T, or bk without bq
+    bv: jax.Array,
+) -> _Scores:
+    plan, rows = keys.plan, q.rows
+    s, exact = plan.s, partial(dot, pieces=plan.pieces)
+
+    def heads(ref: Ref, ranks: int) -> list[jax.Array]:
+        x = load(ref, *keys.heads(rows, ranks)).astype(jnp.float32)
+        return of_ranks(rows.spread(x, 1), ranks)
+
+    ak, av = heads(ak_ref, s.rk), [x * plan.p.value_scale for x in heads(av_ref, s.rv)]
+    u, t = of_ranks(exact(inner, q.aq.T), s.rk), of_ranks(exact(bv, q.dout.T), s.rv)
+    score = reduce(add, map(mul, u, ak)) * plan.p.score_scale
+    seen = keys.seen(rows, length, keys_first=True) & rows.inside[None, :]
+    seen = seen.reshape(score.shape)
+    p = jnp.where(seen, exp2((score - q.lse[None, None]) * LOG2E), 0.0)
+    ds = reduce(add, map(mul, t, av)) - q.delta[None, None]
+    return _Scores(p, ds * p * plan.p.score_scale, u, t, ak, av)
+
+
+def _store_queries(
+    plan: Plan,
+    queries: list[_Queries],
+    bq: jax.Array | None,
+    dqs: list[jax.Array],
+    daq_ref: Ref,
+    dbq_ref: Ref | None = None,
+) -> None:
+    s, exact, dbq = plan.s, partial(dot, pieces=plan.pieces), None
+    for q, dq in zip(queries, dqs, strict=True):
+        if bq is None:
+            store(daq_ref, dq.T, *q.rows.whole(s.d))
+            continue
+        daq = jnp.where(q.rows.own, exact(bq, dq).T, 0.0)
+        daq = daq.reshape(-1, plan.c.block_n, s.tile_r).sum(axis=1)
+        store(daq_ref, daq, *q.rows.whole(s.r))
+        dbq = exact(dq, q.aq, dbq)
+    if dbq is not None:
+        rows, d = queries[0].rows, span(s.tile_d)
+        mask = rows.rank_inside[:, None] & (d < s.d)[None, :]
+        store(dbq_ref, dbq.T, rows.rank_query * s.r + rows.rank, d, mask)

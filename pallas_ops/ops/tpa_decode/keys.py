@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly, unstack
+from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly, stack, unstack
 from pallas_ops.ops.tpa_decode.choose import split_size
 from pallas_ops.ops.tpa_decode.config import tile
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, grouped, load
@@ -20,7 +20,9 @@ class Keys:
 
     An entry is one rank of one key. Tiles hold a power of two of ranks a key. In place of a key
     that does not count, the nearest one that does is loaded (there must be one), or none (`masked`,
-    as for stores).
+    as for stores). With `octets` entries come as eight keys of one rank, the same eight of the next
+    one, ...: a thread that has row r of a tensor core's result has row r + 8 as well, so it has all
+    of two ranks (`of_ranks`).
     With a page table [pages], key m is at place m % size of page table[m // size]. `pages` are
     those of this block, if they were looked up before.
     """
@@ -36,7 +38,9 @@ class Keys:
         *,
         masked: bool = False,
         all_count: bool = False,
+        octets: bool = False,
     ) -> None:
+        self.octets = octets
         self.plan, self.stop, self.table_ref, self.pages = plan, stop, table_ref, pages
         self.first = None if isinstance(first, int) and first == 0 else first
         self.begin, self.masked = step * plan.c.block_m, masked
@@ -66,7 +70,11 @@ class Keys:
 
     def entries(self, ranks: int, *, odd: bool = False) -> tuple[jax.Array, jax.Array]:
         """Which rows of an array [M ranks, ..] they are (or those of odd ranks); which exist."""
-        key, rank = grouped(self.plan.c.block_m, power_of_two(ranks) >> odd)
+        size = power_of_two(ranks) >> odd
+        key, rank = grouped(self.plan.c.block_m, size)
+        if self.octets:
+            octet, place = grouped(self.plan.c.block_m * size // 8, 8)
+            key, rank = octet // size * 8 + place, octet % size
         key = self.index if ranks == 1 else key + self.begin
         rank = 2 * rank + 1 if odd else rank
         exists = self._count(key) if self.masked else jnp.full(key.shape, True)
@@ -99,17 +107,6 @@ class Keys:
         entry, inside = self.entries(ranks)
         column = span(tile(size))
         return entry, column, inside[:, None] & (column < size)[None, :]
-
-    def features_of(self, rank: int, ranks: int, size: int) -> tuple[jax.Array, ...]:
-        """Where they are of one rank."""
-        column = span(tile(size))
-        mask = self.inside[:, None] & (column < size)[None, :]
-        return self.index * ranks + rank, column, mask
-
-    def heads_of(self, rank: int, rows: Rows, ranks: int) -> tuple[jax.Array, ...]:
-        """Where ak or av [M ranks, H] has the heads of one rank."""
-        mask = self.inside[:, None] & rows.column_inside[None, :]
-        return self.index * ranks + rank, rows.first_h + rows.column, mask
 
     def load_b(self, ref: Ref, ranks: int, size: int) -> list[jax.Array]:
         """The parts of bk or bv, each [entries, size / parts], in the dtype of the head factors."""
@@ -191,6 +188,21 @@ def each_rank(x: jax.Array, ranks: int) -> jax.Array:
     if size == 1:
         return x
     return jnp.broadcast_to(x[..., None], (*x.shape, size)).reshape(len(x), -1)
+
+
+def of_ranks(x: jax.Array, ranks: int) -> list[jax.Array]:
+    """[entries, rows] in octets as [keys / 8, 8, rows] of each rank.
+
+    No axis here ever has size 1: Triton would give such a tile another layout, by way of shared
+    memory.
+    """
+    size = power_of_two(ranks)
+    return list(lax.split(x.reshape(-1, 8 * size, x.shape[1]), (8,) * size, 1))
+
+
+def join_ranks(xs: list[jax.Array]) -> jax.Array:
+    """The inverse of `of_ranks`."""
+    return stack(xs).transpose(0, 3, 1, 2).reshape(-1, xs[0].shape[2])
 
 
 def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array]:
