@@ -150,7 +150,7 @@ def test_queries_without_factors_compile(h: int, options: dict[str, Any]) -> Non
     out = jax.eval_shape(fn, *xs)
     program = h200.compile_for_h200(lambda xs, do: jax.vjp(fn, *xs)[1](do), xs, out)
     for name in ("tpa_decode", "tpa_decode_backward"):
-        assert spills(program, name) <= (320 if name == "tpa_decode_backward" else 0)
+        assert spills(program, name) <= (640 if name == "tpa_decode_backward" else 0)
 
 
 CONFIGS = [case(block_h=32), case(block_h=8, num_stages=1), case(block_h=16, num_splits=64)]
