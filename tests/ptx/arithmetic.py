@@ -58,6 +58,13 @@ def negate_half_width(m: Machine, i: Instruction) -> None:
     m.write(i.operands[0], m.read(i.operands[1], "u16") ^ np.uint16(0x8000))
 
 
+@instruction(r"mul\.rn\.bf16")
+def multiply_half_width(m: Machine, i: Instruction) -> None:
+    dtype = TYPES["bf16"]
+    a, b = (m.read(x, "u16").view(dtype).astype(np.float32) for x in i.operands[1:])
+    m.write(i.operands[0], (a * b).astype(dtype).view(np.uint16))
+
+
 PAIRS: dict[str, Callable[..., Any]] = {
     "max": _larger,
     "add": np.add,
