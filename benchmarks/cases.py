@@ -36,6 +36,7 @@ class Case:
         np.ndarray[Any, Any], ...
     ] = ()  # arguments behind them: as they are, no gradient
     extra_bytes: int = 0  # what a backward pass reads besides its inputs, or need not read of them
+    tolerance: float = 1.0  # times that of the dtype and of a provider, where the op rounds more
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -92,7 +92,7 @@ def _fill_row(
             function, arguments = cases.prepare(
                 provider, work.point, inputs, mode=plan.mode, constants=len(case.further)
             )
-            limit = provider.tolerance * cases.TOLERANCE[work.dtype]
+            limit = case.tolerance * provider.tolerance * cases.TOLERANCE[work.dtype]
             cell = _cell(provider, function, arguments, want, limit, plan)
         except Exception as error:
             cell = records.Cell(reason=_reason(error))
