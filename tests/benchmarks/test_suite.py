@@ -1,7 +1,9 @@
 """A run has every number or the reason why not."""
 
+import dataclasses
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.extend import backend
 from rich.progress import Progress
 
 from benchmarks import memory, report, runner, suite
+from benchmarks.cases import Case
 from benchmarks.plan import everything
 from benchmarks.records import Report
 from tests.benchmarks.toy import TOY, explode, provider, square, toy_plan
@@ -36,6 +39,19 @@ def test_only_wrong_results_and_the_default_fail_a_run() -> None:
     assert not suite.run(TOY, toy_plan(providers=others)).failed()
     default = provider("pallas", explode, kernel=True)
     assert suite.run(TOY, toy_plan(providers=[default])).failed()
+
+
+def test_tolerances_of_the_case_and_of_the_provider_multiply() -> None:
+    def is_accepted(of_case: float, of_provider: float) -> bool:
+        def case(dtype: Any, **sizes: Any) -> Case:
+            return dataclasses.replace(TOY.case(dtype, **sizes), tolerance=of_case)
+
+        benchmark = dataclasses.replace(TOY, case=case)
+        near = provider("near", lambda x: square(x) + 3e-4, tolerance=of_provider)
+        found = suite.run(benchmark, toy_plan(grid={"k": (1,), "n": (8,)}, providers=[near]))
+        return found.tables[0].rows[0].cells["near"].reason is None
+
+    assert [is_accepted(*x) for x in ((1, 1), (4, 1), (1, 4), (2, 2))] == [False, True, True, True]
 
 
 @pytest.mark.usefixtures("gpu")
