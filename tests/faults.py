@@ -63,6 +63,9 @@ FAULTS = {
         "partial(dot, pieces=plan.pieces)",
         "partial(dot, pieces=1)",
     ),
+    "ranks of a gradient in reverse": Fault(
+        "ops/tpa_decode/keys.py", "return stack(xs)", "return stack(xs[::-1])"
+    ),
     "queries of the first block count twice": Fault(
         "ops/tpa_decode/kernel_backward.py",
         'of_queries["lse"].at[0, :, first:].set(jnp.inf)',
