@@ -101,16 +101,14 @@ def test_a_cpu_never_traces_the_kernel(
         op.fn(*xs, implementation="interpret")
 
 
-@every_op
-def test_import_and_tracing_start_no_backend(op: TestedOp) -> None:
-    program = f"""
-import jax, jax.numpy as jnp, numpy as np
-from tests.ops import OPS, weighted
-op = next(op for op in OPS if op.name == "{op.name}")
-xs = [jax.ShapeDtypeStruct([op.sizes[a] for a in axes.split()], "i4" if i in op.integers else "f4")
-      for i, axes in enumerate(op.operands)]
-jax.make_jaxpr(op.fn)(*xs)
-jax.make_jaxpr(jax.vmap(op.fn))(*[jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in xs])
+def test_import_and_tracing_start_no_backend() -> None:
+    program = """
+import jax
+from tests.ops import OPS
+for op in OPS:
+    xs = op.structs("f4", **op.sizes)
+    jax.make_jaxpr(op.fn)(*xs)
+    jax.make_jaxpr(jax.vmap(op.fn))(*[jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in xs])
 """
     env = os.environ | dict(JAX_PLATFORMS="there-is-none")
     subprocess.run([sys.executable, "-c", program], check=True, env=env, cwd=ROOT)
