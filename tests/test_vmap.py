@@ -103,8 +103,9 @@ def test_vmap_of_grad_and_grad_of_vmap(rng: Rng, op: TestedOp, mix: str) -> None
         return lambda ws, *xs: jax.grad(weighted(f, ws), op.argnums)(*xs)
 
     got = jax.jit(jax.vmap(grad(kernel), (0, *in_axes)))(weights, *xs)
+    one = jax.jit(grad(reference))
     each = loop(
-        lambda *xs: jax.jit(grad(reference))(xs[: len(op.results)], *xs[len(op.results) :]),
+        lambda *xs: one(xs[: len(op.results)], *xs[len(op.results) :]),
         [0] * len(op.results) + list(in_axes),
     )
     assert_close(got, each(*weights, *xs), terms=TERMS)
