@@ -114,6 +114,15 @@ for op in OPS:
     subprocess.run([sys.executable, "-c", program], check=True, env=env, cwd=ROOT)
 
 
+def called(loaded: Any, xs: Any, weights: Any) -> Any:
+    """What an exported function returns, and its gradients, in one program."""
+
+    def both(xs: Any, weights: Any) -> Any:
+        return tuple(loaded.call(*xs)), tuple(loaded.vjp().call(*xs, *weights))
+
+    return jax.jit(both)(xs, weights)
+
+
 def axis_letters(op: TestedOp) -> list[str]:
     return sorted({letter for axes in op.operands for letter in axes.split()})
 
@@ -139,8 +148,8 @@ def test_export_of_open_sizes_runs_the_reference(
     loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
     weights = random_weights(rng, op, xs)
     want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
-    assert_close(tuple(loaded.call(*xs)), want, terms=TERMS)
-    got = tuple(loaded.vjp().call(*xs, *weights))
+    out, got = called(loaded, xs, weights)
+    assert_close(out, want, terms=TERMS)
     assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
     with pytest.raises(ValueError, match="is 'triton', whose kernel does not take symbolic sizes"):
         jax.export.export(jax.jit(partial(op.fn, implementation="triton")))(*structs)
@@ -208,8 +217,8 @@ def test_export_for_cpu_and_cuda(rng: Rng, op: TestedOp) -> None:
     loaded = jax.export.deserialize(data)
     assert loaded.platforms == ("cpu", "cuda")
     want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
-    assert_close(tuple(loaded.call(*xs)), want, terms=TERMS)
-    got = tuple(loaded.vjp().call(*xs, *weights))
+    out, got = called(loaded, xs, weights)
+    assert_close(out, want, terms=TERMS)
     assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
 
 
