@@ -146,7 +146,7 @@ def test_columns_agree(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons <= {"no NVIDIA GPU for PyTorch to run on"}
 
 
-@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda b: b.op)
+@every_benchmark
 def test_proposals_are_many_and_lead_with_the_default(benchmark: Benchmark) -> None:
     point = {axis: values[-1] for axis, values in benchmark.grid.items()}
     names = [provider.name for provider in benchmark.proposals(mode="bwd", **point)]
