@@ -16,7 +16,7 @@ import pallas_ops
 from pallas_ops.ops.logcumsumexp.vjp import RESIDUALS as LOGCUMSUMEXP_RESIDUALS
 from pallas_ops.ops.lrpe_cosine.vjp import RESIDUALS as LRPE_COSINE_RESIDUALS
 from pallas_ops.ops.tpa_decode.vjp import RESIDUALS as TPA_DECODE_RESIDUALS
-from tests.support import on_device, random_array, random_cotangents
+from tests.support import on_device, on_host, random_array, random_cotangents
 
 Arrays = tuple[Any, ...]
 Layout = Mapping[str, Any]  # from array axes to the mesh axes they are split over
@@ -75,9 +75,10 @@ class TestedOp:
         """All operands."""
         return tuple(self.argument(rng, i, dtype, **sizes) for i in range(len(self.operands)))
 
-    def even_arguments(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
-        """All operands, of sizes that can be split over eight devices."""
-        return self.arguments(rng, **dict.fromkeys(self.split + self.merged + self.unsharded, 8))
+    def even_arguments(self, rng: np.random.Generator) -> Arrays:
+        """All operands, NumPy's, of sizes that can be split over eight devices."""
+        even = dict.fromkeys(self.split + self.merged + self.unsharded, 8)
+        return tuple(on_host(self.arguments(rng, **even)))
 
     def structs(self, dtype: Any, **sizes: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The large operands, of other sizes where given, to compile for."""
@@ -97,8 +98,8 @@ def compiled(op: TestedOp, implementation: str | None) -> Any:
 
 
 def random_weights(rng: np.random.Generator, op: TestedOp, xs: Arrays) -> Any:
-    """Cotangents of the op's results."""
-    return random_cotangents(rng, jax.eval_shape(compiled(op, "xla"), *xs))
+    """Cotangents of the op's results, NumPy's."""
+    return on_host(random_cotangents(rng, jax.eval_shape(compiled(op, "xla"), *xs)))
 
 
 def weighted(fn: Callable[..., Arrays], weights: Arrays) -> Callable[..., jax.Array]:

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import h200
+from tests.support import on_host
 
 Tree = Any
 _SHAPE = re.compile(r"\b(?:pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -36,7 +37,8 @@ def mapped(fn: Callable[..., Any], mesh: Mesh, ins: Tree, outs: Tree, **kwargs: 
 
 def placed(mesh: Mesh, xs: tuple[Any, ...], specs: tuple[P, ...]) -> tuple[Any, ...]:
     return tuple(
-        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(xs, specs, strict=True)
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(on_host(xs), specs, strict=True)
     )
 
 

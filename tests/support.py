@@ -140,6 +140,11 @@ def on_device(x: npt.ArrayLike, dtype: Any = None) -> jax.Array:
     return array
 
 
+def on_host(tree: Any) -> Any:
+    """NumPy's numbers: to cut JAX's own into shards takes a program for each shape."""
+    return jax.tree.map(np.asarray, tree)
+
+
 def random_cotangents(rng: np.random.Generator, tree: Any) -> Any:
     """A random cotangent for each array of `tree`, which may be of `jax.ShapeDtypeStruct`.
 

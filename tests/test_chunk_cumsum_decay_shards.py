@@ -17,7 +17,7 @@ from pallas_ops.core.partition import call
 from pallas_ops.ops.chunk_cumsum_decay import vjp
 from pallas_ops.ops.chunk_cumsum_decay.config import Params
 from tests import h200, shards
-from tests.support import assert_close, kernel_implementation, random_array
+from tests.support import assert_close, kernel_implementation, on_host, random_array
 
 KERNEL = kernel_implementation()
 Rng = np.random.Generator
@@ -72,7 +72,7 @@ def test_as_on_one_device(rng: Rng, seed: int, implementation: Any) -> None:
     for _ in range(2 if implementation is None else 1):
         count, n, options = a_call(rng)
         bounds, mesh = some_bounds(rng, count * n), shards.line(count)
-        x, do = (random_array(rng, (2, count * n, 3)) for _ in range(2))
+        x, do = (on_host(random_array(rng, (2, count * n, 3))) for _ in range(2))
         want = pulled(**options)(x, bounds, do)
         options["implementation"] = implementation
         assert_close(pulled("x", mesh, **options)(x, bounds, do), want, terms=64)
@@ -94,8 +94,7 @@ def test_nan_and_inf_stay_in_their_chunk(rng: Rng, value: float, reverse: bool) 
 def test_several_mesh_axes_and_dtypes(rng: Rng, names: tuple[str, ...]) -> None:
     """Sums over many shards lose nothing to 16 bits on their way; the last axis."""
     mesh = Mesh(np.reshape(jax.devices("cpu"), (4, 2)), ("x", "y"))
-    x = random_array(rng, (2, 48), jnp.bfloat16)
-    do = random_array(rng, (2, 48))
+    x, do = on_host((random_array(rng, (2, 48), jnp.bfloat16), random_array(rng, (2, 48))))
     for options in (dict(chunk_size=48), dict(chunk_size=5, shift="sequence")):
         options |= dict(axis=-1, dtype=jnp.float32)
         want = pulled(**options)(x, None, do)

@@ -65,7 +65,8 @@ def test_h200s_launch_every_kernel_once(has_state: bool) -> None:
     count, b = (8, 2) if has_state else (2, 1)  # axes of size 1 are written in other ways
     x = jax.ShapeDtypeStruct((b, 65536, 64), jnp.bfloat16)
     mesh = h200.h200_mesh(x=count)
-    config = LogcumsumexpConfig(block_n=4, block_c=32, num_segments=64)  # compiles in half the time
+    # Compiles in a third of the time.
+    config = LogcumsumexpConfig(block_n=4, block_c=8, num_segments=64, num_warps=1)
     for axis_name in (None, "x"):
         fn: Any = partial(pallas_ops.logcumsumexp, axis=1, axis_name=axis_name, config=config)
         given: tuple[Any, ...] = (x,)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_ops
 from tests import shards
 from tests.logcumsumexp import arguments, assert_exact, loop
-from tests.support import assert_close, case, random_array
+from tests.support import assert_close, case, on_host, random_array
 
 Rng = np.random.Generator
 SEQUENCE = P(None, "x")
@@ -88,9 +88,9 @@ def test_exact_for_every_range(rng: Rng, options: dict[str, Any]) -> None:
     mesh, n = shards.line(options["count"]), options["count"] * options["length"]
     named, plain = by_name(mesh, **kwargs), jax.jit(lambda *xs: run(*xs, **kwargs))
     for name, make in RANGES.items():
-        _, initial, do, dfinal = arguments(rng, (1, n, 3), 1)
-        x = jnp.asarray(make(rng, n), jnp.float32)[None]
-        state = jnp.full_like(initial, -jnp.inf) if name in ("empty", "nothing") else initial
+        _, initial, do, dfinal = on_host(arguments(rng, (1, n, 3), 1))
+        x = np.asarray(make(rng, n), np.float32)[None]
+        state = np.full_like(initial, -np.inf) if name in ("empty", "nothing") else initial
         xs = x, state, do, dfinal
         want = loop(*xs, axis=1, reverse=options.get("reverse", False))
         assert_exact(flat(named(x, state, (do, dfinal))), want, do, 1)
@@ -129,7 +129,7 @@ def test_several_mesh_axes_and_clip(rng: Rng, names: tuple[str, ...]) -> None:
         in_specs=(spec, P()),
         out_specs=(spec, P()),
     )
-    xs = arguments(rng, (2, 3, 32), 2, jnp.bfloat16)
+    xs = on_host(arguments(rng, (2, 3, 32), 2, jnp.bfloat16))
     want, got = (jax.jit(shards.with_pullback(f, 2))(*xs[:2], xs[2:]) for f in (fn, over))
     assert_close(got, want, terms=32)
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_ops
 from pallas_ops import LrpeCosineConfig
 from tests import h200, shards
-from tests.support import assert_close, case, in_turn, random_array
+from tests.support import assert_close, case, in_turn, on_host, random_array
 
 Rng = np.random.Generator
 Fn = Callable[..., jax.Array]
@@ -61,7 +61,7 @@ def test_as_on_one_device(rng: Rng, options: dict[str, Any], implementation: Any
     options = dict(options)
     mesh, n = shards.line(options["count"]), options.pop("count") * options.pop("length")
     layout, width = options.setdefault("layout", "BNHD"), options.pop("width", (3, 4))
-    xs = arrays(rng, n, layout, width)
+    xs = on_host(arrays(rng, n, layout, width))
     fn = partial(pallas_ops.lrpe_cosine, **options, implementation=implementation)
     want = pulled(partial(fn, implementation="xla"))(*xs)
     assert_close(pulled(by_name(fn, mesh, layout=layout))(*xs), want, terms=64)
@@ -85,7 +85,7 @@ def test_softmax_of_large_and_missing_numbers(rng: Rng, implementation: Any) -> 
 @pytest.mark.slow
 def test_several_mesh_axes_and_a_cache_of_angles(rng: Rng) -> None:
     mesh = Mesh(np.reshape(jax.devices("cpu"), (4, 2)), ("x", "y"))
-    x, theta, do = arrays(rng, 16)
+    x, theta, do = on_host(arrays(rng, 16))
     config = LrpeCosineConfig(variant="block", block_n=4, block_d=4, cache_angles=True)
     fn = partial(
         pallas_ops.lrpe_cosine, act="softmax", axis=1, config=config, implementation="interpret"

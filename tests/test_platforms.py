@@ -101,19 +101,26 @@ def test_a_cpu_never_traces_the_kernel(
         op.fn(*xs, implementation="interpret")
 
 
-@every_op
-def test_import_and_tracing_start_no_backend(op: TestedOp) -> None:
-    program = f"""
-import jax, jax.numpy as jnp, numpy as np
-from tests.ops import OPS, weighted
-op = next(op for op in OPS if op.name == "{op.name}")
-xs = [jax.ShapeDtypeStruct([op.sizes[a] for a in axes.split()], "i4" if i in op.integers else "f4")
-      for i, axes in enumerate(op.operands)]
-jax.make_jaxpr(op.fn)(*xs)
-jax.make_jaxpr(jax.vmap(op.fn))(*[jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in xs])
+def test_import_and_tracing_start_no_backend() -> None:
+    program = """
+import jax
+from tests.ops import OPS
+for op in OPS:
+    xs = op.structs("f4", **op.sizes)
+    jax.make_jaxpr(op.fn)(*xs)
+    jax.make_jaxpr(jax.vmap(op.fn))(*[jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in xs])
 """
     env = os.environ | dict(JAX_PLATFORMS="there-is-none")
     subprocess.run([sys.executable, "-c", program], check=True, env=env, cwd=ROOT)
+
+
+def called(loaded: Any, xs: Any, weights: Any) -> Any:
+    """What an exported function returns, and its gradients, in one program."""
+
+    def both(xs: Any, weights: Any) -> Any:
+        return tuple(loaded.call(*xs)), tuple(loaded.vjp().call(*xs, *weights))
+
+    return jax.jit(both)(xs, weights)
 
 
 def axis_letters(op: TestedOp) -> list[str]:
@@ -141,8 +148,8 @@ def test_export_of_open_sizes_runs_the_reference(
     loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
     weights = random_weights(rng, op, xs)
     want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
-    assert_close(tuple(loaded.call(*xs)), want, terms=TERMS)
-    got = tuple(loaded.vjp().call(*xs, *weights))
+    out, got = called(loaded, xs, weights)
+    assert_close(out, want, terms=TERMS)
     assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
     with pytest.raises(ValueError, match="is 'triton', whose kernel does not take symbolic sizes"):
         jax.export.export(jax.jit(partial(op.fn, implementation="triton")))(*structs)
@@ -210,8 +217,8 @@ def test_export_for_cpu_and_cuda(rng: Rng, op: TestedOp) -> None:
     loaded = jax.export.deserialize(data)
     assert loaded.platforms == ("cpu", "cuda")
     want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
-    assert_close(tuple(loaded.call(*xs)), want, terms=TERMS)
-    got = tuple(loaded.vjp().call(*xs, *weights))
+    out, got = called(loaded, xs, weights)
+    assert_close(out, want, terms=TERMS)
     assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
 
 

@@ -16,6 +16,7 @@ def test_two_processes_agree_with_one_device() -> None:
         port = free.getsockname()[1]
     root = pathlib.Path(__file__).parents[1]
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    flags = f"{os.environ['XLA_FLAGS']} {flags}"  # of two, the last one counts
     env = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
     command = [sys.executable, "-m", "tests.processes", str(port)]
     both = [

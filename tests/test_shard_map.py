@@ -33,6 +33,7 @@ from tests.support import (
     assert_as_good_as_reference,
     assert_close,
     in_float64,
+    on_host,
     random_array,
     random_cotangents,
     value_and_vjp,
@@ -107,7 +108,7 @@ def test_grad_of_grad(rng: Rng, op: TestedOp) -> None:
 def test_vmap_outside_and_inside(rng: Rng, op: TestedOp) -> None:
     layout = {op.split[0]: "x"}
     xs, ys = op.even_arguments(rng), op.even_arguments(rng)
-    pairs = tuple(jnp.stack([x, y]) for x, y in zip(xs, ys, strict=True))
+    pairs = tuple(np.stack([x, y]) for x, y in zip(xs, ys, strict=True))
     want = jax.vmap(compiled(op, "xla"))(*pairs)
     assert_close(jax.jit(jax.vmap(mapped(op, layout)))(*pairs), want, terms=TERMS)
 
@@ -181,9 +182,9 @@ def test_lengths_count_over_a_split_cache(
     rng: Rng, n: int, window: int | None, implementation: Any
 ) -> None:
     """Shards are empty, partly filled and full; gradients are taken outside and inside."""
-    lengths = jnp.asarray([0, 3, 8, 29, 99], jnp.int32)
-    xs = (*TPA_DECODE.arguments(rng, b=5, n=n, m=32)[:6], lengths)
-    weights = random_cotangents(rng, jax.eval_shape(decode, *xs))
+    lengths = np.array([0, 3, 8, 29, 99], np.int32)
+    xs = on_host((*TPA_DECODE.arguments(rng, b=5, n=n, m=32)[:6], lengths))
+    weights = on_host(random_cotangents(rng, jax.eval_shape(decode, *xs)))
     want, grads = value_and_vjp(partial(decode, implementation="xla", window=window), xs, weights)
     fn = partial(decode, axis_name="x", implementation=implementation, window=window)
     out, got = value_and_vjp(over_the_cache(fn), xs, weights)
@@ -201,7 +202,7 @@ def test_lengths_count_over_a_split_cache(
 
 @pytest.mark.slow
 def test_split_cache_loses_no_precision(rng: Rng) -> None:
-    xs = TPA_DECODE.arguments(rng, jnp.bfloat16, n=3, m=32)
+    xs = on_host(TPA_DECODE.arguments(rng, jnp.bfloat16, n=3, m=32))
     fn = partial(decode_all, axis_name="x", implementation="interpret")
     own = decode_all(*xs, implementation="xla")
     truth = in_float64(decode_all, *xs)
@@ -210,8 +211,8 @@ def test_split_cache_loses_no_precision(rng: Rng) -> None:
 
 @pytest.mark.slow
 def test_without_the_replication_check_gradients_are_the_same(rng: Rng) -> None:
-    xs = TPA_DECODE.arguments(rng, b=5, n=3, m=32)
-    weights = random_cotangents(rng, jax.eval_shape(decode, *xs))
+    xs = on_host(TPA_DECODE.arguments(rng, b=5, n=3, m=32))
+    weights = on_host(random_cotangents(rng, jax.eval_shape(decode, *xs)))
     want = value_and_vjp(partial(decode, implementation="xla"), xs, weights)
     fn = partial(decode, axis_name="x", implementation="interpret")
     unchecked = jax.shard_map(

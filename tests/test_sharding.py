@@ -27,14 +27,14 @@ from tests.ops import (
     specs,
     words,
 )
-from tests.support import assert_close, in_turn, random_array, value_and_vjp
+from tests.support import assert_close, in_turn, on_host, random_array, value_and_vjp
 
 Rng = np.random.Generator
 
 
 def place(mesh: Mesh, xs: Arrays, axes: tuple[str, ...], layout: Layout) -> Arrays:
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs(axes, layout))
-    return tuple(jax.device_put(xs, shardings))
+    return tuple(jax.device_put(on_host(xs), shardings))
 
 
 def run(fn: Callable[..., Any], *args: Any) -> tuple[Any, dict[str, int]]:
@@ -154,14 +154,14 @@ def test_parts_of_a_cache_without_lengths(rng: Rng) -> None:
     layout = {"m": "x"}
     for n, window in ((3, None), (1, 9)):
         fn = partial(pallas_ops.tpa_decode, implementation="interpret", window=window)
-        xs = op.arguments(rng, jnp.bfloat16, n=n, m=32)[:6]
+        xs = on_host(op.arguments(rng, jnp.bfloat16, n=n, m=32)[:6])
         placed = place(mesh, xs, op.operands[:6], layout)
         want = pallas_ops.tpa_decode(*xs, window=window)
         out, collectives = run(fn, *placed)
         assert collectives == {"all-gather": 1}
         assert_close(out, want, terms=TERMS)
         in_axes = (0, *(None,) * 5)
-        out, collectives = run(jax.vmap(fn, in_axes), jnp.stack([xs[0], 2 * xs[0]]), *placed[1:])
+        out, collectives = run(jax.vmap(fn, in_axes), np.stack([xs[0], xs[0] + xs[0]]), *placed[1:])
         assert collectives == {"all-gather": 1}
         assert_close(out[0], want, terms=TERMS)
 
@@ -370,7 +370,7 @@ def test_gradient_of_what_is_not_saved_is_sharded_like_it(rng: Rng) -> None:
 def test_vmap(rng: Rng, op: TestedOp) -> None:
     mesh = cpu_mesh()
     pairs = zip(op.even_arguments(rng), op.even_arguments(rng), strict=True)
-    xs = tuple(map(jnp.stack, pairs))
+    xs = tuple(map(np.stack, pairs))
     want = jax.jit(jax.vmap(compiled(op, "xla")))(*xs)
     layout = dict(v="y") | {op.split[1]: "x"}
     operands, results = (tuple(f"v {a}" for a in axes) for axes in (op.operands, op.results))
@@ -391,7 +391,7 @@ H200S += [(op, {op.split[-1]: "x"}) for op in OPS if op.split[-1] not in op.spli
 @pytest.mark.parametrize(("op", "layout"), H200S, ids=words)
 def test_h200s_only_sum_gradients(op: TestedOp, layout: Layout) -> None:
     mesh = h200.h200_mesh(x=4, y=2)
-    xs = op.structs(jnp.bfloat16)
+    xs = op.structs(jnp.bfloat16, c=64)  # logcumsumexp of wide tiles takes twice as long
     ins, outs = specs(op.operands, layout), specs(op.results, layout)
 
     def both(*args: Any) -> Any:

@@ -96,15 +96,21 @@ def test_vmap_of_grad_and_grad_of_vmap(rng: Rng, op: TestedOp, mix: str) -> None
     kernel, reference = (compiled(op, implementation) for implementation in (KERNEL, "xla"))
     weights = random_cotangents(rng, jax.eval_shape(loop(reference, in_axes), *xs))
     mapped = weighted(jax.vmap(kernel, in_axes), weights)
-    want = jax.jit(jax.grad(weighted(loop(reference, in_axes), weights), op.argnums))(*xs)
-    assert_close(jax.jit(jax.grad(mapped, op.argnums))(*xs), want, terms=TERMS)
 
     def grad(f: Any) -> Callable[..., Any]:
         return lambda ws, *xs: jax.grad(weighted(f, ws), op.argnums)(*xs)
 
     got = jax.jit(jax.vmap(grad(kernel), (0, *in_axes)))(weights, *xs)
+    grad_of_vmap = jax.jit(jax.grad(mapped, op.argnums))(*xs)
+    one = jax.jit(grad(reference))
     each = loop(
-        lambda *xs: jax.jit(grad(reference))(xs[: len(op.results)], *xs[len(op.results) :]),
+        lambda *xs: one(xs[: len(op.results)], *xs[len(op.results) :]),
         [0] * len(op.results) + list(in_axes),
     )
-    assert_close(got, each(*weights, *xs), terms=TERMS)
+    want = each(*weights, *xs)
+    assert_close(got, want, terms=TERMS)
+    want = tuple(
+        x.sum(0) if axis is None else np.moveaxis(x, 0, axis)
+        for x, axis in zip(want, in_axes, strict=False)
+    )
+    assert_close(grad_of_vmap, want, terms=TERMS)

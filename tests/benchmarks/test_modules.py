@@ -1,6 +1,7 @@
 """Every benchmark module: the tables of its seeds, columns that are right, and its command line."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def test_columns_agree(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons <= {"no NVIDIA GPU for PyTorch to run on"}
 
 
-@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda b: b.op)
+@every_benchmark
 def test_proposals_are_many_and_lead_with_the_default(benchmark: Benchmark) -> None:
     point = {axis: values[-1] for axis, values in benchmark.grid.items()}
     names = [provider.name for provider in benchmark.proposals(mode="bwd", **point)]
@@ -153,17 +154,37 @@ def test_proposals_are_many_and_lead_with_the_default(benchmark: Benchmark) -> N
     assert 10 < len(set(names)) == len(names) < 150
 
 
+# `python -m benchmarks.OP` of each, in a process that begins where JAX has been imported.
+COMMANDS = """
+import json, os, runpy, sys
+import absl.app, jax.experimental.pallas.triton, rich.progress
+
+for module, *flags in json.loads(sys.argv[1]):
+    if not os.fork():
+        sys.argv = [module, *flags]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.exit()
+    assert os.wait()[1] == 0, module
+    print(end="\\f", flush=True)
+"""
+
+
 @pytest.mark.slow
-@every_benchmark
-def test_command(benchmark: Benchmark) -> None:
+def test_commands() -> None:
     """Without a card: small shapes. Of one op kernels too, which are interpreted."""
-    (ours,) = (p.name for p in benchmark.providers if p.name.lower() == "pallas")
-    names = f"{ours},jit" if benchmark.op == "tpa_decode" else "jit"
-    flags = ["--quick", "--mode=fwd", f"--providers={names}", "--metrics=speed", "--calls=2"]
-    command = [sys.executable, "-m", f"benchmarks.{benchmark.op}", *flags]
+    commands = []
+    for benchmark in BENCHMARKS:
+        (ours,) = (p.name for p in benchmark.providers if p.name.lower() == "pallas")
+        names = f"{ours},jit" if benchmark.op == "tpa_decode" else "jit"
+        flags = ["--quick", "--mode=fwd", f"--providers={names}", "--metrics=speed", "--calls=2"]
+        commands.append([f"benchmarks.{benchmark.op}", *flags])
+    run = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    found = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    assert found.stdout.startswith("No NVIDIA GPU")
-    for values in itertools.product(*{**benchmark.grid, **benchmark.small}.values()):
-        case = benchmark.case(jnp.bfloat16, **dict(zip(benchmark.grid, values, strict=True)))
-        assert case.title.format(metric="wall", mode="fwd", dtype="bf16") in found.stdout
+    found = subprocess.run(run, capture_output=True, text=True, check=False, env=env)
+    assert found.returncode == 0, found.stderr
+    texts = found.stdout.split("\f")[:-1]
+    for benchmark, text in zip(BENCHMARKS, texts, strict=True):
+        assert text.startswith("No NVIDIA GPU")
+        for values in itertools.product(*{**benchmark.grid, **benchmark.small}.values()):
+            case = benchmark.case(jnp.bfloat16, **dict(zip(benchmark.grid, values, strict=True)))
+            assert case.title.format(metric="wall", mode="fwd", dtype="bf16") in text
