@@ -229,7 +229,7 @@ BENCHMARK = Benchmark(
             lambda **_: None,
             'less precise: precision="default", q and the weights of the values rounded',
             precision="default",
-            tolerance=16,
+            tolerance=16,  # what q's rounding does to the gradients of ak
             sizes="few",
         ),
         function(
