@@ -12,6 +12,7 @@ from pallas_ops.ops.tpa_decode.config import (
     backward_bytes,
     forward_bytes,
     head_tiles,
+    narrow_tiles,
     tile,
 )
 
@@ -99,21 +100,23 @@ def split_size(m: int) -> int:
 
 def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     """The backward launch; None where all rows of a batch element do not fit in one program."""
-    block_n = power_of_two(s.n)
-    rows = block_n * sum(head_tiles(s.h))
+    block_n, tiles = power_of_two(s.n), narrow_tiles(s.h)
+    rows = block_n * sum(tiles)
     if rows > 256:
         return None
     is_narrow = rows <= 32 or (s.has_few_features and rows <= 96)
     # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill.
     entries = 64 if card.capability >= 90 and is_narrow else 32
-    two_fit = s.has_few_features and rows > 32  # two programs in a multiprocessor, with two stages
     c = TpaDecodeConfig(
         block_h=s.h,
         block_n=block_n,
         block_m=max(16, entries // s.most_ranks),
-        num_warps=4 if block_n * head_tiles(s.h)[0] <= 64 else 8,
-        num_stages=2 if s.dtype == "float32" or two_fit else 3,
+        num_warps=4 if block_n * tiles[0] <= 64 else 8,
+        num_stages=2 if s.dtype == "float32" else 3,
     )
+    taken = backward_bytes(s, c) * 8 // 9  # nearer than the bound
+    if s.has_few_features and taken > card.shared_memory // 2:  # two programs a multiprocessor
+        c = dataclasses.replace(c, num_stages=2)
     fitting = fit(s, c, backward_bytes, card, least=16)
     if fitting is None:
         return None

@@ -197,6 +197,11 @@ class Sizes:
         is_short = keys * max(self.rk, self.rv) * self.h < 2**31  # places are int32
         return self.h % 2 == 1 and self.dtype != "float32" and even and is_short
 
+    @property
+    def has_two_ranks_in_pairs(self) -> bool:
+        """Whether the backward pass loads heads in pairs (see `Keys.load_two_ranks`)."""
+        return self.rk == self.rv == 2 and self.has_pairs(self.h)
+
     def buffer_bytes(self, c: TpaDecodeConfig, heads: int) -> int:
         """Bytes of the buffers of one key and so many heads: each stage but the last has one."""
         width = 4 if self.dtype == "float32" else 2
@@ -219,6 +224,13 @@ def head_tiles(block_h: int) -> tuple[int, ...]:
     return 64, tile(block_h - 64)
 
 
+def narrow_tiles(block_h: int) -> tuple[int, ...]:
+    """The tiles of a backward program, one after the other: of 32 heads, the last of 16 or 32."""
+    if block_h > 96:
+        return (tile(block_h),)
+    return (32,) * (block_h // 32) + ((tile(block_h % 32),) if block_h % 32 else ())
+
+
 def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     """At most what Triton takes of shared memory for the forward kernel."""
     heads = sum(head_tiles(c.block_h))
@@ -236,12 +248,15 @@ def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
 
 def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     """At most what Triton takes of shared memory for the backward kernel."""
-    heads = tile(c.block_h)
+    tiles = narrow_tiles(c.block_h)
+    heads, rows_of_tile = sum(tiles), c.block_n * tiles[0]
     rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.has_bq
     own, mixed = s.operand_bytes
     wide = (ranks or rows) * s.tile_d + rows * s.tile_e
     queries = (own + mixed) * wide + 2 * mixed * rows * ranks
     features = max(s.tile_d, s.tile_e)
-    products = max(mixed * (rows + max(rows, features)), 4 * (rows + s.tile_d))
-    products += 4 * rows * min(2, s.most_ranks) + 8 * ranks
-    return queries + c.block_m * (s.buffer_bytes(c, heads) + products)
+    products = mixed * (rows_of_tile + max(rows_of_tile, features))
+    products = max(products, 4 * (rows_of_tile + s.tile_d))
+    products += 4 * rows_of_tile * min(2, s.most_ranks) + 8 * ranks
+    copied = heads * 3 // 2 if s.has_two_ranks_in_pairs else heads
+    return queries + c.block_m * (s.buffer_bytes(c, copied) + products)

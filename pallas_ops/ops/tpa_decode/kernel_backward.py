@@ -46,11 +46,11 @@ def _pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ..
     config = choose_backward(s, card.current())
     if config is None:
         return reference.backward(*o, p=p)
-    plan = Plan(s, config, p)
+    plan = Plan(s, config, p, pairs=s.has_two_ranks_in_pairs, narrow=True)
     f = flattened(plan, o)
     arrays = f.aq, f.bq, f.lengths, f.ak, f.av, f.bk, f.bv, f.out, f.dout, f.lse, f.dlse
     of_queries, of_keys = [x for x in (o.aq, o.bq) if x is not None], (o.ak, o.av, o.bk, o.bv)
-    keyed, splits = (f.ak, f.av, f.bk, f.bv), config.num_splits
+    keyed, splits = [flat(x) for x in of_keys], config.num_splits
     partials = [(s.b, splits, *flat(x).shape[1:]) for x in of_queries]
     grads = launch(
         partial(_backward_kernel, plan=plan),
@@ -155,37 +155,25 @@ def _backward_kernel(
         # Blocks without keys that count are stored, too, as zeros; nothing is loaded for them.
         keys = Keys(plan, i, limit, first_key, masked=True, octets=True)
         stored = Keys(plan, i, s.m, masked=True, octets=True)
-        results: list[tuple[Any, ...]] = []
-
-        def keep(ref: Ref, value: jax.Array, where: tuple[jax.Array, ...]) -> None:
-            # A product of what lies in shared memory waits for all stores before it. The results of
-            # more features than these do not fit in registers until the end of the step.
-            if s.has_few_features:
-                results.append((ref, value.astype(ref.dtype), *where))
-            else:
-                store(ref, value, *where)
-
         bk = load(bk_ref, *keys.features(s.rk, s.d))
         bv = load(bv_ref, *keys.features(s.rv, s.e))
         inner = bk if bq is None else exact(bk, bq.T)
-        scores = [_scores(x, keys, length, ak_ref, av_ref, inner, bv) for x in queries]
         dbv: Any = None
         dinner: Any = None
         new_dqs = []
-        for q, x in zip(queries, scores, strict=True):
+        for q, dq in zip(queries, dqs, strict=True):
+            x = _scores(q, keys, length, ak_ref, av_ref, inner, bv)
             dav = q.rows.gather(join_ranks([x.p * t for t in x.t])) * plan.p.value_scale
-            keep(dav_ref, dav, stored.heads(q.rows, s.rv))
+            dav = dav.astype(dav_ref.dtype)
             dbv = exact(join_ranks([x.p * av for av in x.av]), q.dout, dbv)
-        keep(dbv_ref, dbv, stored.features(s.rv, s.e))
-        for q, x, dq in zip(queries, scores, dqs, strict=True):
-            dak = q.rows.gather(join_ranks([x.ds * u for u in x.u]))
-            keep(dak_ref, dak, stored.heads(q.rows, s.rk))
+            dak = q.rows.gather(join_ranks([x.ds * u for u in x.u])).astype(dak_ref.dtype)
             g = join_ranks([x.ds * ak for ak in x.ak])
             dinner = exact(g, q.aq, dinner)
             new_dqs.append(exact(bk.T, g, dq))
-        keep(dbk_ref, dinner if bq is None else exact(dinner, bq), stored.features(s.rk, s.d))
-        for result in results:
-            store(*result)
+            store(dav_ref, dav, *stored.heads(q.rows, s.rv))
+            store(dak_ref, dak, *stored.heads(q.rows, s.rk))
+        store(dbv_ref, dbv, *stored.features(s.rv, s.e))
+        store(dbk_ref, dinner if bq is None else exact(dinner, bq), *stored.features(s.rk, s.d))
         return new_dqs
 
     zeros = [jnp.zeros((s.tile_d, len(x.index)), jnp.float32) for x in tiles]
@@ -231,11 +219,8 @@ def _scores(
     plan, rows = keys.plan, q.rows
     s, exact = plan.s, partial(dot, pieces=plan.pieces)
 
-    def heads(ref: Ref, ranks: int) -> list[jax.Array]:
-        x = load(ref, *keys.heads(rows, ranks)).astype(jnp.float32)
-        return of_ranks(rows.spread(x, 1), ranks)
-
-    ak, av = heads(ak_ref, s.rk), [x * plan.p.value_scale for x in heads(av_ref, s.rv)]
+    ak = keys.load_ranks_of_a(rows, ak_ref, s.rk)
+    av = [x * plan.p.value_scale for x in keys.load_ranks_of_a(rows, av_ref, s.rv)]
     u, t = of_ranks(exact(inner, q.aq.T), s.rk), of_ranks(exact(bv, q.dout.T), s.rv)
     score = reduce(add, map(mul, u, ak)) * plan.p.score_scale
     seen = keys.seen(rows, length, keys_first=True) & rows.inside[None, :]

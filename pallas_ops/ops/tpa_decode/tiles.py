@@ -9,7 +9,14 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
+from pallas_ops.ops.tpa_decode.config import (
+    Operands,
+    Params,
+    Sizes,
+    TpaDecodeConfig,
+    head_tiles,
+    narrow_tiles,
+)
 from pallas_ops.ops.tpa_decode.matmul import Pieces
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -23,6 +30,12 @@ class Plan:
     c: TpaDecodeConfig
     p: Params
     pairs: bool = False  # whether heads are loaded in pairs
+    narrow: bool = False  # whether heads come in tiles of 32, as going backward
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """A program's tiles of heads."""
+        return (narrow_tiles if self.narrow else head_tiles)(self.c.block_h)
 
     @property
     def pages_a_block(self) -> int:
@@ -35,7 +48,7 @@ class Plan:
     @property
     def looks_ahead(self) -> bool:
         """Whether a step looks up the pages of the next one: for two tiles, 3 to 13 % less time."""
-        return len(head_tiles(self.c.block_h)) > 1 and 0 < self.pages_a_block <= 4
+        return len(self.tiles) > 1 and 0 < self.pages_a_block <= 4
 
     @property
     def head_blocks(self) -> int:
@@ -128,8 +141,8 @@ class Rows:
 
     @classmethod
     def of_program(cls, plan: Plan, block: jax.Array | int) -> list["Rows"]:
-        """A program's heads in one tile or two, which share what they have of the keys."""
-        sizes = head_tiles(plan.c.block_h)
+        """A program's heads in tiles that share what they have of the keys."""
+        sizes = plan.tiles
         return [cls(plan, block, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
     def whole(self, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
