@@ -31,8 +31,12 @@ def planned(function: Any, arguments: tuple[Any, ...]) -> float | None:
 
 
 def fix_pool() -> None:
-    """Gives JAX a pool of one size; it asks once in a process."""
+    """Gives JAX a pool of one size; it asks once in a process.
+
+    A new pool can come before the old one has gone, and PyTorch needs memory beside both.
+    """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.35"
 
 
 def keep_compilations(folder: str) -> None:

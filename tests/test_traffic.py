@@ -175,3 +175,15 @@ def test_heads_come_from_many_banks_at_once(rng: np.random.Generator, h: int) ->
         pallas_ops.tpa_decode(*xs, implementation=KERNEL, config=config).block_until_ready()
     count = counts["pallas_ops_tpa_decode"]
     assert count["shared cycles"] < 1.4 * count["shared turns"]
+
+
+@pytest.mark.parametrize("h", [34, 47, 78])
+def test_heads_of_the_gradient_come_from_many_banks_at_once(
+    rng: np.random.Generator, h: int
+) -> None:
+    xs = factors(rng, BF16, b=1, m=64, h=h, r=6, d=64, e=64, rk=2, rv=2)
+    out, pull = jax.vjp(partial(pallas_ops.tpa_decode, implementation=KERNEL), *xs)
+    with emulate.traffic() as counts:
+        jax.block_until_ready(pull(out))
+    count = counts["pallas_ops_tpa_decode_backward"]
+    assert count["shared cycles"] < 1.25 * count["shared turns"]

@@ -185,9 +185,7 @@ class Keys:
 
         return [joined(*x) for x in ranks]
 
-    def _pairs(
-        self, rows: Rows, ref: Ref, ranks: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _pairs(self, rows: Rows, ref: Ref, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Of a flat array [M ranks H], for odd H and an even number of ranks, pairs of numbers.
 
         An asynchronous copy takes at least four bytes, two numbers, and begins at an even place.
