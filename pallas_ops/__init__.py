@@ -54,6 +54,7 @@ DISABLE_JAX_EXPORT_CHECKS = (
         getattr(_plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
     ),
     _DisabledSafetyCheck.custom_call("__cudnn$fmhaSoftmax"),
+    _DisabledSafetyCheck.custom_call("__cudnn$fmhaSoftmaxBackward"),
 )
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ import pytest
 import pallas_ops
 from pallas_ops.core import launch
 from pallas_ops.ops.tpa_decode import prompt
-from pallas_ops.ops.tpa_decode.config import Params, Sizes, TpaDecodeConfig
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig
 from tests import h200
 from tests.support import (
     assert_as_good_as_reference,
@@ -140,6 +140,49 @@ def test_prompts(
     np.testing.assert_array_equal(np.isfinite(got[1]), np.isfinite(lse))
     seen = np.isfinite(lse)
     assert abs(to_float64(got[1])[seen] - lse[seen]).max() < 2.0**-7 * abs(lse[seen]).max()
+
+
+WHOLE = [
+    case(b=2, n=37, m=37, h=5, r=6, d=24, e=24, rk=2, rv=2),
+    case(b=2, n=33, m=33, h=4, r=3, d=16, e=16),
+    case(b=2, n=40, m=40, h=7, d=32, e=32, rk=2, rv=1, full=True),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(WHOLE, [jnp.bfloat16, jnp.float16]))
+def test_gradients_of_whole_sequences(
+    rng: Rng, shape: dict[str, Any], dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt, "LEAST_ROWS", 1)
+    jax.clear_caches()  # the same calls may have been made without
+    xs = factors(rng, dtype, **shape)
+    decode = partial(pallas_ops.tpa_decode, implementation=WITH_CUDNN, precision="default")
+    cotangent = random_cotangents(rng, jax.eval_shape(rounded, xs))
+    got, own = (
+        jax.jit(lambda do, *xs, fn=fn: jax.vjp(fn, *xs)[1](do))(cotangent, *xs)
+        for fn in (decode, lambda *xs: rounded(xs))
+    )
+    ends = [shape["m"]] * shape["b"]
+    wants = loop_gradients(xs, ends, (cotangent, np.zeros(cotangent.shape[:3])))
+    # cuDNN rounds probabilities and the gradients of keys and values as well.
+    assert_as_good_as_reference(got, own, wants, factor=4)
+
+
+def test_whose_gradients_cudnn_has() -> None:
+    shapes = dict(aq=(1, 512, 32, 128), ak=(1, 512, 1, 32), av=(1, 512, 1, 32))
+    shapes |= dict(bk=(1, 512, 1, 128), bv=(1, 512, 1, 128))
+    o = Operands(**{k: jax.ShapeDtypeStruct(x, jnp.bfloat16) for k, x in shapes.items()})
+    p = Params(precision="default", has_lse=False)
+    longer = {
+        k: jax.ShapeDtypeStruct((1, 513, *x.shape[2:]), x.dtype)
+        for k, x in zip(("ak", "av", "bk", "bv"), (o.ak, o.av, o.bk, o.bv), strict=True)
+    }
+    with launch.interpreted(True):
+        assert prompt.differentiates(o, p)
+        assert not prompt.differentiates(o, dataclasses.replace(p, has_lse=True))
+        assert not prompt.differentiates(o, dataclasses.replace(p, precision="highest"))
+        assert not prompt.differentiates(o._replace(lengths=jnp.ones(1, jnp.int32)), p)
+        assert not prompt.differentiates(o._replace(**longer), p)
 
 
 def test_what_is_taken_for_a_prompt() -> None:

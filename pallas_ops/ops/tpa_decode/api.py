@@ -85,7 +85,8 @@ def tpa_decode(
         the dtype of the cache (float32: products are TF32's). The output's error is then at most
         twice that of rounding q, k and v; log-sum-exps are within 2**-9 of the largest score. Of
         16 bits, a call of some hundred queries or more, without `window` and `batch_invariant`,
-        forms k and v, and cuDNN attends to them. Also a `jax.lax.Precision`; jax.numpy always
+        forms k and v, and cuDNN attends to them; so does its gradient where N = M, without
+        `lengths` and log-sum-exp. Also a `jax.lax.Precision`; jax.numpy always
         computes in float32.
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
         the other rows are. The keys are then divided into parts of 512, and not by what fills the
@@ -115,7 +116,8 @@ def tpa_decode(
     operands = aq, ak, av, bq, bk, bv, lengths, page_table
     scales = scale, scale_q, scale_k, scale_v
     options = window, batch_invariant, axis_name, implementation, config, precision
-    return _run(*prepare(operands, scales, *options))[0]
+    params, *rest = prepare(operands, scales, *options)
+    return _run(dataclasses.replace(params, has_lse=axis_name is not None), *rest)[0]
 
 
 def tpa_decode_with_lse(

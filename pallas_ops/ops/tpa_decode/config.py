@@ -46,6 +46,7 @@ class Params:
     implementation: Implementation | None = None
     config: TpaDecodeConfig | None = None
     out_dtype: str = "float32"
+    has_lse: bool = True  # whether the log-sum-exp is a result, and may have a cotangent
 
 
 class Operands(NamedTuple):

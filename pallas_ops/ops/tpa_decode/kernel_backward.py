@@ -23,7 +23,7 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode import reference
+from pallas_ops.ops.tpa_decode import prompt, reference
 from pallas_ops.ops.tpa_decode.choose import choose_backward, queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import Keys, join_ranks, key_range, of_ranks, part
@@ -34,6 +34,8 @@ from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, flattened, load, p
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
     """Gradients of the factors. Each pass over the keys has as many queries as fit one program."""
     o = Operands(*operands)
+    if prompt.differentiates(o, p):
+        return prompt.backward(o, p)
     if p.precision == "default" and o.bq is not None:
         return _of_rounded_query(o, p)
     block_n = queries_of_pass(Sizes.of(o, p), card.current())

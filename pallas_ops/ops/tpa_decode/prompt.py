@@ -44,6 +44,54 @@ def takes(s: Sizes, p: Params) -> bool:
     return is_here and s.d == s.e and s.d % 8 == 0 and s.d <= 128
 
 
+def differentiates(o: Operands, p: Params) -> bool:
+    """Whether cuDNN has the gradient as well: of whole sequences, and of the output alone."""
+    s = Sizes.of(o, p)
+    return takes(s, p) and s.n == s.m and o.lengths is None and not p.has_lse
+
+
+def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
+    """Gradients of the factors there are, by way of those of q, k and v."""
+    dtype, n = o.ak.dtype, o.aq.shape[1]
+    options: dict[str, Any] = dict(scale=1.0, is_causal=True)
+    if not launch.is_interpreted():
+        options["implementation"] = "cudnn"
+
+    def even(x: Any) -> Any:
+        """cuDNN takes no odd number of tokens. The one more has no cotangent, and is seen last."""
+        return x if x is None else jnp.pad(x, [(0, 0), (0, n % 2), *[(0, 0)] * (x.ndim - 2)])
+
+    def product(form: str, x: jax.Array, y: jax.Array, scale: float = 1.0) -> jax.Array:
+        total = jnp.einsum(form, x.astype(y.dtype), y, preferred_element_type=jnp.float32)
+        return scale * total
+
+    aq, ak, av, bq, bk, bv, dout = map(even, (*o[:6], o.dout))
+    if bq is None:
+        q = p.score_scale * aq.astype(jnp.float32)
+    else:
+        q = product("bnhr,bnrd->bnhd", aq, bq, p.score_scale)
+    k = product("bmkh,bmkd->bmhd", ak, bk)
+    v = product("bmkh,bmkd->bmhd", av, bv, p.value_scale)
+    wide = jnp.float32 if launch.is_interpreted() else dtype
+    qkv = (x.astype(dtype).astype(wide) for x in (q, k, v))
+    _, pull = jax.vjp(partial(jax.nn.dot_product_attention, **options), *qkv)
+    dq, dk, dv = pull(dout.astype(wide))
+
+    def of_factors(form: str, g: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Any:
+        """Of a and b, where g is the gradient of their scaled product."""
+        axes, (of_a, of_b) = "bmhd", form.split(",")
+        da = product(f"{axes},{of_b}->{of_a}", g, b, scale)
+        db = product(f"{axes},{of_a}->{of_b}", g, a, scale)
+        return da[:, :n].astype(a.dtype), db[:, :n].astype(b.dtype)
+
+    dak, dbk = of_factors("bmkh,bmkd", dk, ak, bk, 1.0)
+    dav, dbv = of_factors("bmkh,bmkd", dv, av, bv, p.value_scale)
+    if bq is None:
+        return (p.score_scale * dq)[:, :n].astype(aq.dtype), dak, dav, dbk, dbv
+    daq, dbq = of_factors("bmhr,bmrd", dq, aq, bq, p.score_scale)
+    return daq, dak, dav, dbq, dbk, dbv
+
+
 def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
     """out [B, N, H, E] and lse [B, N, H]."""
     o = reference.dequantised(reference.from_pages(o))
