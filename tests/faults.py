@@ -80,7 +80,7 @@ FAULTS = {
         "ops/tpa_decode/prompt.py", "dv, av, bv, p.value_scale)", "dv, av, bv, 1.0)"
     ),
     "even heads of odd ranks from the pair before": Fault(
-        "ops/tpa_decode/keys.py", "(odd[1], odd_of_odd", "(even[1], odd_of_odd"
+        "ops/tpa_decode/heads.py", "(odd[1], odd_of_odd", "(even[1], odd_of_odd"
     ),
     "vmapped operands fold into the wrong axis": Fault(
         "core/dispatch.py", "o.reshape(size, -1,", "o.reshape(-1, size,"

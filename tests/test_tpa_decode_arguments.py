@@ -11,7 +11,8 @@ import pallas_ops
 from pallas_ops import TpaDecodeConfig
 from pallas_ops.core.card import H200
 from pallas_ops.ops.tpa_decode.choose import choose
-from pallas_ops.ops.tpa_decode.config import Sizes, forward_bytes
+from pallas_ops.ops.tpa_decode.config import Sizes
+from pallas_ops.ops.tpa_decode.shared_memory import forward_bytes
 from tests.support import assert_close
 from tests.tpa_decode import both, factors, loop
 

@@ -9,12 +9,11 @@ from pallas_ops.core.tiles import MOST_PARTS, power_of_two
 from pallas_ops.ops.tpa_decode.config import (
     Sizes,
     TpaDecodeConfig,
-    backward_bytes,
-    forward_bytes,
     head_tiles,
     narrow_tiles,
     tile,
 )
+from pallas_ops.ops.tpa_decode.shared_memory import backward_bytes, forward_bytes
 
 
 def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeConfig:
@@ -58,7 +57,7 @@ def _choose_keys(
     entries, most_programs = 128, 1
     if s.has_few_features and block_h > 32:
         # 64 entries have 32 KiB. Heads that are copied eight at once take 128: of fewer entries
-        # they would lie in shared memory as [entries, heads] (see `Keys.load_a`). A paged cache of
+        # they would lie in shared memory as [entries, heads] (see `heads.load`). A paged cache of
         # an even H in one tile takes 128 as well: pages are looked up half as often.
         is_even = s.h % 2 == 0 and len(head_tiles(block_h)) == 1
         takes_128 = s.h % 8 == 0 or (s.pages is not None and is_even)

@@ -1,4 +1,4 @@
-"""The arguments of tpa_decode, their sizes, launch choices, and the shared memory they take."""
+"""The arguments of tpa_decode, their sizes, and launch choices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -192,7 +192,7 @@ class Sizes:
         return max(8, 16 // min(self.tile_rk, self.tile_rv))
 
     def has_pairs(self, block_h: int) -> bool:
-        """Whether heads are loaded in pairs, as those of an odd H are (see `Keys.load_a`)."""
+        """Whether heads are loaded in pairs, as those of an odd H are (see `heads.load`)."""
         even = self.rk % 2 == self.rv % 2 == 0 and (block_h % 2 == 0 or block_h >= self.h)
         keys = self.m if self.pages is None else self.pages[0] * self.pages[1]
         is_short = keys * max(self.rk, self.rv) * self.h < 2**31  # places are int32
@@ -200,7 +200,7 @@ class Sizes:
 
     @property
     def has_two_ranks_in_pairs(self) -> bool:
-        """Whether the backward pass loads heads in pairs (see `Keys.load_two_ranks`)."""
+        """Whether the backward pass loads heads in pairs (see `heads.load_ranks`)."""
         return self.rk == self.rv == 2 and self.has_pairs(self.h)
 
     def buffer_bytes(self, c: TpaDecodeConfig, heads: int) -> int:
@@ -230,34 +230,3 @@ def narrow_tiles(block_h: int) -> tuple[int, ...]:
     if block_h > 96:
         return (tile(block_h),)
     return (32,) * (block_h // 32) + ((tile(block_h % 32),) if block_h % 32 else ())
-
-
-def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
-    """At most what Triton takes of shared memory for the forward kernel."""
-    heads = sum(head_tiles(c.block_h))
-    rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.is_rank_first
-    own, mixed = s.operand_bytes
-    queries = own * (ranks or rows) * s.tile_d + (2 + mixed) * rows * ranks
-    scores = (4 if mixed == 2 else 12) * rows * s.most_ranks
-    products = max(own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores)
-    if s.is_coarse:  # widened in registers
-        products = scores
-    copied = heads * 3 // 2 if s.has_pairs(c.block_h) else heads
-    key = s.buffer_bytes(c, copied) + 8 * s.tile_rk * ranks + products + s.exchange_bytes(rows)
-    return max(queries + c.block_m * key, 4 * rows * s.tile_e)  # the latter stores the output
-
-
-def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
-    """At most what Triton takes of shared memory for the backward kernel."""
-    tiles = narrow_tiles(c.block_h)
-    heads, rows_of_tile = sum(tiles), c.block_n * tiles[0]
-    rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.has_bq
-    own, mixed = s.operand_bytes
-    wide = (ranks or rows) * s.tile_d + rows * s.tile_e
-    queries = (own + mixed) * wide + 2 * mixed * rows * ranks
-    features = max(s.tile_d, s.tile_e)
-    products = mixed * (rows_of_tile + max(rows_of_tile, features))
-    products = max(products, 4 * (rows_of_tile + s.tile_d))
-    products += 4 * rows_of_tile * min(2, s.most_ranks) + 8 * ranks
-    copied = heads * 3 // 2 if s.has_two_ranks_in_pairs else heads
-    return queries + c.block_m * (s.buffer_bytes(c, copied) + products)

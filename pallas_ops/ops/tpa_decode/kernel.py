@@ -19,7 +19,7 @@ from pallas_ops.core.backend import NoKernelError, plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, power_of_two
-from pallas_ops.ops.tpa_decode import prompt
+from pallas_ops.ops.tpa_decode import heads, prompt
 from pallas_ops.ops.tpa_decode.choose import choose
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import (
@@ -123,14 +123,14 @@ def _forward_kernel(
         def of(tile: int, state: State) -> State:
             top, total, accs = state
             score = sum_of_products(queries[tile], inner, plan.score_pieces)
-            score = sum_ranks(score * keys.load_a(tiles[tile], ak_ref, s.rk), s.rk)
+            score = sum_ranks(score * heads.load(keys, tiles[tile], ak_ref, s.rk), s.rk)
             if bq is None and score_scale != 1:
                 score *= score_scale
             score = jnp.where(keys.seen(tiles[tile], length), score, -jnp.inf)
             new_top = jnp.maximum(top, score.max(axis=1))
             p = exp2(score - new_top[:, None])
             fade = exp2(top - new_top)
-            av = keys.load_a(tiles[tile], av_ref, s.rv)
+            av = heads.load(keys, tiles[tile], av_ref, s.rv)
             weight = weigh(each_rank(p, s.rv), av)
             accs = [
                 dot(weight, x, acc * fade[:, None], pieces=plan.pieces)

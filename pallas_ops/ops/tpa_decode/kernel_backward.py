@@ -23,7 +23,7 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode import prompt, reference
+from pallas_ops.ops.tpa_decode import heads, prompt, reference
 from pallas_ops.ops.tpa_decode.choose import choose_backward, queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import Keys, join_ranks, key_range, of_ranks, part
@@ -221,8 +221,8 @@ def _scores(
     plan, rows = keys.plan, q.rows
     s, exact = plan.s, partial(dot, pieces=plan.pieces)
 
-    ak = keys.load_ranks_of_a(rows, ak_ref, s.rk)
-    av = [x * plan.p.value_scale for x in keys.load_ranks_of_a(rows, av_ref, s.rv)]
+    ak = heads.load_ranks(keys, rows, ak_ref, s.rk)
+    av = [x * plan.p.value_scale for x in heads.load_ranks(keys, rows, av_ref, s.rv)]
     u, t = of_ranks(exact(inner, q.aq.T), s.rk), of_ranks(exact(bv, q.dout.T), s.rv)
     score = reduce(add, map(mul, u, ak)) * plan.p.score_scale
     seen = keys.seen(rows, length, keys_first=True) & rows.inside[None, :]

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly, stack, unstack
+from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly, stack
 from pallas_ops.ops.tpa_decode.choose import split_size
 from pallas_ops.ops.tpa_decode.config import tile
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, grouped, load
@@ -118,98 +118,6 @@ class Keys:
         """Where ak or av [M ranks, H] has these heads."""
         entry, inside = self.entries(ranks)
         return entry, rows.first_h + rows.column, inside[:, None] & rows.column_inside[None, :]
-
-    def load_a(self, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
-        """ak or av as [rows, entries], in float32."""
-        if self.plan.pairs:
-            x = self._load_pairs(rows, ref, ranks)
-        elif rows.tile_h > 32 and self.plan.s.h % 2 == 0:
-            x = self._load_groups(rows, ref, ranks)
-            x = x.swapaxes(1, 2).reshape(-1, x.shape[1])
-        else:
-            x = load(ref, *self.heads(rows, ranks)).T
-        return rows.spread(x.astype(jnp.float32), 0)
-
-    def load_ranks_of_a(self, rows: Rows, ref: Ref, ranks: int) -> list[jax.Array]:
-        """Of octets, each rank of ak or av as [keys / 8, 8, rows], in float32."""
-        if self.plan.pairs:
-            xs = self._load_two_ranks(rows, ref)
-        else:
-            x = self._load_groups(rows, ref, ranks)
-            xs = of_ranks(x.swapaxes(0, 1).reshape(x.shape[1], -1), ranks)
-        return [rows.spread(x.astype(jnp.float32), 2) for x in xs]
-
-    def _load_groups(self, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
-        """Of an array [M ranks, H] these heads, as [heads / 16, entries, 16].
-
-        Shared memory holds tiles in the order of their axes. So 16 heads of one entry are 32 bytes,
-        and those of the next entry follow. In a tile [entries, heads] of 64 heads entries would lie
-        128 bytes apart, all in the same banks, and the eight that a matrix load takes at once would
-        be read one after the other. Such a tile would also be copied as that of the features, which
-        has its shape: by eight numbers a thread, though rows of heads allow but two at a time.
-        """
-        entry, inside = self.entries(ranks)
-        column, column_inside = (x.reshape(-1, 1, 16) for x in (rows.column, rows.column_inside))
-        i, j = jnp.broadcast_arrays(entry[None, :, None], rows.first_h + column)
-        mask = inside[None, :, None] & column_inside
-        return plgpu.load(ref.at[i, j], mask=mask, other=0.0)
-
-    def _load_pairs(self, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
-        """Of a flat array [M ranks H] these heads, as [heads, entries]."""
-
-        def of_ranks(x: jax.Array) -> list[jax.Array]:
-            """Those of even ranks and those of odd ranks, each [heads / 16, 8, entries / 2]."""
-            x = x.swapaxes(1, 2)
-            return unstack(x.reshape(*x.shape[:2], -1, 2))
-
-        first, second, odd_of_odd = self._pairs(rows, ref, ranks)
-        even, odd = of_ranks(first), of_ranks(second)
-        even_heads = jnp.stack([even[0], odd[1]], axis=-1)
-        odd_heads = jnp.stack([odd[0], odd_of_odd.swapaxes(1, 2)], axis=-1)
-        x = jnp.stack([even_heads, odd_heads], axis=-1)  # [heads / 16, 8, entries / 2, 2, 2]
-        return x.transpose(0, 4, 1, 2, 3).reshape(rows.tile_h, -1)
-
-    def _load_two_ranks(self, rows: Rows, ref: Ref) -> list[jax.Array]:
-        """Of a flat array [M 2 H] these heads of each rank, as [keys / 8, 8, heads]; in octets."""
-        first, second, odd_of_odd = self._pairs(rows, ref, 2)
-        even, odd = (lax.split(x.reshape(-1, 16, 8), (8, 8), 1) for x in (first, second))
-        ranks = (even[0], odd[0]), (odd[1], odd_of_odd.reshape(-1, 8, 8))
-
-        def joined(even: jax.Array, odd: jax.Array) -> jax.Array:
-            x = jnp.stack([even, odd], axis=-1)  # [heads / 16 keys / 8, 8, 8, 2]
-            if rows.tile_h == 16:  # no axis of size 1, as in `of_ranks`
-                x = x.swapaxes(2, 3)
-            else:
-                x = x.reshape(rows.tile_h // 16, -1, 8, 8, 2).transpose(1, 2, 0, 4, 3)
-            return x.reshape(-1, 8, rows.tile_h)
-
-        return [joined(*x) for x in ranks]
-
-    def _pairs(self, rows: Rows, ref: Ref, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of a flat array [M ranks H], for odd H and an even number of ranks, pairs of numbers.
-
-        An asynchronous copy takes at least four bytes, two numbers, and begins at an even place.
-        Even ranks begin at an even place: their pairs of numbers are pairs of heads. Odd ranks
-        begin at an odd place p. Their even heads are the second numbers of the pairs from p - 1 on,
-        their odd heads the first numbers of the pairs from p + 1 on.
-
-        Returns:
-          The first and the second numbers of all ranks, those of odd ranks from p - 1 on, and the
-          first ones of odd ranks from p + 1 on. Each is [heads / 16, entries, 8].
-        """
-        column = span(rows.tile_h).reshape(-1, 1, 16)
-        heads = self.plan.s.h - rows.first_h
-
-        def load_pairs(*, odd: bool) -> list[jax.Array]:
-            entry, inside = self.entries(ranks, odd=odd)
-            stop = heads - 1 if odd else heads + 1
-            place = 2 * ((entry * self.plan.s.h + rows.first_h + int(odd)) >> 1)
-            mask = inside[None, :, None] & (column < stop)
-            x = plgpu.load(ref.at[place[None, :, None] + column], mask=mask, other=0.0)
-            return unstack(x.reshape(*x.shape[:2], 8, 2))
-
-        first, second = load_pairs(odd=False)
-        return first, second, load_pairs(odd=True)[0]
 
 
 def sum_ranks(x: jax.Array, ranks: int) -> jax.Array:
