@@ -69,7 +69,7 @@ FAULTS = {
         "ops/tpa_decode/keys.py", "return stack(xs)", "return stack(xs[::-1])"
     ),
     "queries of the first block count twice": Fault(
-        "ops/tpa_decode/kernel_backward.py",
+        "ops/tpa_decode/backward.py",
         'of_queries["lse"].at[0, :, first:].set(jnp.inf)',
         'of_queries["lse"]',
     ),

@@ -8,7 +8,6 @@ Tiles are [keys, rows]: so the head factors are used and stored as they lie in m
 made of them is the left side of a product, which the tensor cores take from registers.
 """
 
-import dataclasses
 from functools import partial, reduce
 from operator import add, mul
 from typing import Any, NamedTuple
@@ -23,26 +22,15 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode import heads, prompt, reference
-from pallas_ops.ops.tpa_decode.choose import choose_backward, queries_of_pass
+from pallas_ops.ops.tpa_decode import heads, reference
+from pallas_ops.ops.tpa_decode.choose import choose_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import Keys, join_ranks, key_range, of_ranks, part
 from pallas_ops.ops.tpa_decode.matmul import dot
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, flattened, load, per_batch, store
 
 
-def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
-    """Gradients of the factors. Each pass over the keys has as many queries as fit one program."""
-    o = Operands(*operands)
-    if prompt.differentiates(o, p):
-        return prompt.backward(o, p)
-    if p.precision == "default" and o.bq is not None:
-        return _of_rounded_query(o, p)
-    block_n = queries_of_pass(Sizes.of(o, p), card.current())
-    return _pass(o, p) if o.aq.shape[1] <= block_n else _in_blocks(o, p, block_n)
-
-
-def _pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ...]:
+def one_pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ...]:
     """One pass over the keys. If `exact`, the gradients of ak, av, bk and bv are float32."""
     s = Sizes.of(o, p)
     config = choose_backward(s, card.current())
@@ -77,56 +65,6 @@ def _pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ..
         for g, x in zip(grads[:-4], of_queries, strict=True)
     )
     return daq, *dkeyed[:2], *dbq, *dkeyed[2:]
-
-
-def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
-    """A pass for every `block_n` queries: no temporary is larger than the factors in float32.
-
-    `lengths` of a block end at its last query. The first block is filled up with queries of the
-    second. There their log-sum-exp is set to inf, so their probabilities are 0 and add nothing.
-    """
-    b, n = o.aq.shape[:2]
-    blocks = pl.cdiv(n, block_n)
-    first = n - (blocks - 1) * block_n
-    factors = o.ak, o.av, o.bk, o.bv
-    ends = jnp.array([block_n, *range(first + block_n, n + 1, block_n)], jnp.int32)
-    lengths = jnp.full(b, o.m, jnp.int32) if o.lengths is None else o.lengths
-
-    def cut(x: jax.Array) -> jax.Array:
-        others = x[:, first:].reshape(b, blocks - 1, block_n, *x.shape[2:])
-        return jnp.concatenate([x[:, None, :block_n], others], axis=1).swapaxes(0, 1)
-
-    def join(x: jax.Array) -> jax.Array:
-        others = x[1:].swapaxes(0, 1).reshape(b, n - first, *x.shape[3:])
-        return jnp.concatenate([x[0, :, :first], others], axis=1)
-
-    def step(sums: list[jax.Array], block: dict[str, jax.Array]) -> tuple[Any, Any]:
-        daq, dak, dav, *dbq, dbk, dbv = _pass(o._replace(**block), p, exact=True)
-        of_keys = zip(sums, (dak, dav, dbk, dbv), strict=True)
-        return [x + y.astype(jnp.float32) for x, y in of_keys], (daq, *dbq)
-
-    names = "aq", "bq", "out", "lse", "dout", "dlse"
-    of_queries = {name: cut(x) for name in names if (x := getattr(o, name)) is not None}
-    of_queries["lse"] = of_queries["lse"].at[0, :, first:].set(jnp.inf)
-    of_queries["lengths"] = lengths[None] - (n - ends[:, None])
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in factors]
-    sums, of_blocks = lax.scan(step, zeros, of_queries)
-    dak, dav, dbk, dbv = (x.astype(y.dtype) for x, y in zip(sums, factors, strict=True))
-    daq, *dbq = map(join, of_blocks)
-    return daq, dak, dav, *dbq, dbk, dbv
-
-
-def _of_rounded_query(o: Operands, p: Params) -> tuple[jax.Array, ...]:
-    """At default precision: q is formed, scaled and rounded as in the forward pass."""
-
-    def query(aq: jax.Array, bq: jax.Array) -> jax.Array:
-        return reference.query(aq, bq, p.score_scale * LOG2E).astype(o.ak.dtype)
-
-    q, pull = jax.vjp(query, o.aq, o.bq)
-    p = dataclasses.replace(p, score_scale=1 / LOG2E)
-    dq, dak, dav, dbk, dbv = backward(*o._replace(aq=q, bq=None), p=p)
-    daq, dbq = pull(dq)
-    return daq, dak, dav, dbq, dbk, dbv
 
 
 def _backward_kernel(

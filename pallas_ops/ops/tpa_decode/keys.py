@@ -41,6 +41,7 @@ class Keys:
         octets: bool = False,
     ) -> None:
         self.octets = octets
+        self._entries: dict[tuple[int, bool], tuple[jax.Array, jax.Array]] = {}
         self.plan, self.stop, self.table_ref, self.pages = plan, stop, table_ref, pages
         self.first = None if isinstance(first, int) and first == 0 else first
         self.begin, self.masked = step * plan.c.block_m, masked
@@ -70,6 +71,11 @@ class Keys:
 
     def entries(self, ranks: int, *, odd: bool = False) -> tuple[jax.Array, jax.Array]:
         """Which rows of an array [M ranks, ..] they are (or those of odd ranks); which exist."""
+        if (ranks, odd) not in self._entries:  # each tile of heads asks
+            self._entries[ranks, odd] = self._find_entries(ranks, odd)
+        return self._entries[ranks, odd]
+
+    def _find_entries(self, ranks: int, odd: bool) -> tuple[jax.Array, jax.Array]:
         size = power_of_two(ranks) >> odd
         key, rank = grouped(self.plan.c.block_m, size)
         if self.octets:

@@ -16,7 +16,7 @@ from pallas_ops.core import partition
 from pallas_ops.core.dispatch import Op
 from pallas_ops.core.partition import reshard_like
 from pallas_ops.core.shards import Names
-from pallas_ops.ops.tpa_decode import kernel, kernel_backward, reference
+from pallas_ops.ops.tpa_decode import backward, kernel, reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params
 
 RESIDUALS = "pallas_ops.tpa_decode"
@@ -73,7 +73,7 @@ def backward_op(has_bq: bool) -> Op:
         del summed["b n r d"]
     return Op(
         name="tpa_decode_backward",
-        kernel=kernel_backward.backward,
+        kernel=backward.backward,
         reference=reference.backward,
         operands=Operands(*FACTORS, "b", None, *RESULTS, *RESULTS),
         results=tuple(summed),
