@@ -39,8 +39,8 @@ def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
     Shared memory holds tiles in the order of their axes. So 16 heads of one entry are 32 bytes,
     and those of the next entry follow. In a tile [entries, heads] of 64 heads entries would lie
     128 bytes apart, all in the same banks, and the eight that a matrix load takes at once would
-    be read one after the other. Such a tile would also be copied as that of the features, which
-    has its shape: by eight numbers a thread, though rows of heads allow but two at a time.
+    be read one after the other. Triton would also give it the layout of the features' tile, whose
+    shape it has: eight numbers a thread, of which rows of heads can be copied two at a time.
     """
     entry, inside = keys.entries(ranks)
     column, column_inside = (x.reshape(-1, 1, 16) for x in (rows.column, rows.column_inside))

@@ -58,7 +58,7 @@ def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
         options["implementation"] = "cudnn"
 
     def even(x: Any) -> Any:
-        """cuDNN takes no odd number of tokens. The one more has no cotangent, and is seen last."""
+        """cuDNN takes an even number of tokens. One of zeros at the end adds to no gradient."""
         return x if x is None else jnp.pad(x, [(0, 0), (0, n % 2), *[(0, 0)] * (x.ndim - 2)])
 
     def product(form: str, x: jax.Array, y: jax.Array, scale: float = 1.0) -> jax.Array:
