@@ -36,7 +36,7 @@ def fix_pool() -> None:
     A new pool can come before the old one has gone, and PyTorch needs memory beside both.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.35"
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.4"
 
 
 def keep_compilations(folder: str) -> None:
