@@ -126,14 +126,12 @@ class Report:
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """Of one op: a table replaces one of the same title, and stands in its place."""
+    """Of one op: a table replaces one of the same title; the environments of what is left."""
     tables = {table.title: table for report in reports for table in report.tables}
-    names = dict.fromkeys(name for report in reports for name in report.environment)
+    left = [r.environment for r in reports if any(tables[t.title] is t for t in r.tables)]
+    names = dict.fromkeys(name for environment in left for name in environment)
     environment = {
-        name: " / ".join(
-            dict.fromkeys(str(report.environment.get(name, "-")) for report in reports)
-        )
-        for name in names
+        name: " / ".join(dict.fromkeys(str(each.get(name, "-")) for each in left)) for name in names
     }
     return Report(op=reports[0].op, environment=environment, tables=list(tables.values()))
 

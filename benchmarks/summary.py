@@ -19,6 +19,14 @@ PEERS = {
     "xopes": "xopes' Triton kernels",
 }
 
+NAMES = (
+    "In names of tables: `axis1` sums along axis 1 of 3, others of logcumsumexp along the last; "
+    "`padded` has -inf in up to a quarter of each row, on the left; in `wide` every tenth row "
+    "ranges over several hundred; `length4n` has 4 n positions; `packed` has sequences of "
+    "different lengths; `ranks2`: keys and values of rank 2; `full`: queries without factors; "
+    "`pages64`: a cache in pages of 64 tokens; `int8`, `float8_e4m3fn`: its features in these."
+)
+
 
 def markdown(reports: Sequence[Report], others: Sequence[pathlib.Path]) -> str:
     parts = [
@@ -28,6 +36,7 @@ def markdown(reports: Sequence[Report], others: Sequence[pathlib.Path]) -> str:
         "Each op at the largest size of each table: the time of a copy of the same bytes over the "
         "op's. 1 is the speed of a copy. `jit` is the jitted `jax.numpy` reference. The figure has "
         "each function's median over the tables that it has numbers in.",
+        NAMES,
         aligned(list(_headlines(reports)), texts=4),
         f"Pages with every table: {', '.join(f'[{r.op}]({r.op}.md)' for r in reports)}. Every "
         "number in one file: [numbers.csv](numbers.csv).",
@@ -58,7 +67,9 @@ def _about(reports: Sequence[Report]) -> str:
     clock = "kernel times by CUPTI, cold cache" if by_cupti else "wall-clock times"
     lines.append(f"- {clock}, medians of {count} calls")
     measured = {
-        name: [r.op for r in reports if any(c.name == name for *_, c, _ in r.cells())]
+        name: [
+            r.op for r in reports if any(c.name == name and not x.reason for *_, c, x in r.cells())
+        ]
         for name in PEERS
     }
     present = [

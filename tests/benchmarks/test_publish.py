@@ -82,9 +82,15 @@ def test_results_of_several_days_are_not_one_run() -> None:
 
 def test_a_run_replaces_tables_of_other_files(tmp_path: pathlib.Path) -> None:
     old = toy(table(pallas=1.0), table("k2", pallas=1.0))
+    old.environment["jax"] = "0.10"
     (tmp_path / "toy-old.json").write_text(old.to_json())
+    oldest = toy(table(pallas=2.0))
+    oldest.environment["jax"] = "0.9"  # which no table is of
+    (tmp_path / "toy-ancient.json").write_text(oldest.to_json())
     records.save(toy(table(pallas=0.5)), tmp_path)
-    first, second = records.load(tmp_path)["toy"].tables
+    both = records.load(tmp_path)["toy"]
+    assert both.environment == ENVIRONMENT | {"jax": "0.10 / 0.11"}
+    first, second = both.tables
     assert first.rows[0].cells["pallas"].kernel_ms == 0.5
     assert second == old.tables[1]
 
