@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_ops.core import checks, launch
-from pallas_ops.core.backend import plgpu
+from pallas_ops.core.backend import NoKernelError, plgpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,7 @@ SHARED_MEMORY = {
 }
 # Capability and multiprocessors by a part of the name, for GPUs that are not there.
 KNOWN = {
+    "T4": (75, 40),
     "A30": (80, 56),
     "A100": (80, 108),
     "A800": (80, 108),
@@ -84,6 +85,20 @@ def current() -> Card:
     return SMALLEST if local is None else _of(local)
 
 
+def require() -> None:
+    """Triton compiles for Ampere and later.
+
+    Raises:
+      NoKernelError: where code is lowered for an earlier card.
+    """
+    card = current()
+    if card.capability < SMALLEST.capability:
+        raise NoKernelError(
+            f"{card.name} has compute capability {card.capability / 10}, and the kernels need 8.0 "
+            "(Ampere) or later; accepted: implementation=None or 'xla', which run jax.numpy"
+        )
+
+
 def is_here() -> bool:
     """Whether code is lowered for a GPU of this process."""
     local = _local()
@@ -117,7 +132,8 @@ def named(kind: str) -> Card:
     for name in sorted(KNOWN, key=len, reverse=True):
         if re.search(rf"\b{name}\b", kind):
             capability, num_sms = KNOWN[name]
-            return Card(kind, capability, num_sms, SHARED_MEMORY[capability])
+            memory = SHARED_MEMORY.get(capability, SMALLEST.shared_memory)
+            return Card(kind, capability, num_sms, memory)
     return dataclasses.replace(SMALLEST, name=kind)
 
 

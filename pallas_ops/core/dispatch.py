@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from pallas_ops.core import backend, launch, vary
+from pallas_ops.core import backend, card, launch, vary
 
 Implementation = Literal["triton", "xla", "interpret"]
 Arrays = Sequence[jax.Array]
@@ -102,6 +102,7 @@ class Bound:
             call = (_fold if foldable else _vmap)(call, batched)
         # No kernel has 64-bit numbers; under JAX's x64 mode those that it makes would be.
         with launch.interpreted(self.implementation == "interpret"), jax.enable_x64(False):
+            card.require()
             results: tuple[jax.Array, ...] = call(*xs)
         return results
 
