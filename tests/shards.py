@@ -1,4 +1,4 @@
-"""What the tests of sharded sequences share: the op over shards, by name, by jit, and its types."""
+"""What the tests of sharded arrays share: the op over shards, by name, by jit, and its types."""
 
 import re
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import h200
+from tests.ops import Arrays, Layout, TestedOp, specs
 from tests.support import on_host
 
 Tree = Any
@@ -59,3 +60,24 @@ def exchanges(hlo: str) -> dict[str, list[int]]:
             sizes = [np.prod([int(n) for n in x.split(",") if n]) for x in _SHAPE.findall(result)]
             found.setdefault(kind, []).append(int(max(sizes)))
     return found
+
+
+def place(mesh: Mesh, xs: Arrays, axes: tuple[str, ...], layout: Layout) -> Arrays:
+    """By the names of their axes."""
+    return placed(mesh, xs, specs(axes, layout))
+
+
+def run(fn: Callable[..., Any], *args: Any) -> tuple[Any, dict[str, int]]:
+    """The result, and the collectives that it took."""
+    program, text = compiled(fn, *args)
+    return program(*args), dict(h200.count_collectives(text))
+
+
+def assert_sharded(xs: Arrays, axes: tuple[str, ...], mesh: Mesh, layout: Layout) -> None:
+    for x, spec in zip(xs, specs(axes, layout), strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), x.sharding
+
+
+def summing(op: TestedOp, layout: Layout) -> set[str]:
+    """The collectives of the op's gradient."""
+    return {"all-reduce"} if op.sums_gradients(layout) else set()
