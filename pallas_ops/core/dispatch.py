@@ -85,8 +85,7 @@ class Bound:
         return functools.reduce(_vmap, self.levels, self.called(function))
 
     def reference(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
-        results: tuple[jax.Array, ...] = self.mapped(self.op.reference)(*xs)
-        return results
+        return tuple(self.mapped(self.op.reference)(*xs))
 
     def kernel(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
         if not all(x.size for x in xs):  # a vmapped axis of size 0
@@ -102,8 +101,7 @@ class Bound:
             call = (_fold if foldable else _vmap)(call, batched)
         # No kernel has 64-bit numbers; under JAX's x64 mode those that it makes would be.
         with launch.interpreted(self.implementation == "interpret"), jax.enable_x64(False):
-            results: tuple[jax.Array, ...] = call(*xs)
-        return results
+            return tuple(call(*xs))
 
 
 def _has_b(axes: str) -> bool:

@@ -16,7 +16,7 @@ mark_p = Primitive("pallas_ops_reverse_mode_only")
 tangent_p = Primitive("pallas_ops_tangent")
 
 
-def refuse(op: str, *xs: jax.Array | None) -> tuple[jax.Array | None, ...]:
+def refuse(op: str, *xs: jax.Array | None) -> tuple[Any, ...]:
     """The arrays as they are; a TypeError that names `op` where their tangents are computed."""
     return tuple(
         mark_p.bind(x, op=op) if x is not None and jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -46,30 +46,25 @@ def _of_shard(run: Any, mesh_axes: Names, *operands: Any, params: Params) -> Any
 
 
 def evaluate(params: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
-    """The sums, differentiated by JAX: those of the reference can be."""
-    run: Any = partial(call, implementation=params.implementation)
-    if params.implementation == "xla":
-        run = lambda op, *operands, **static: op.reference(*operands, **static)  # noqa: E731
+    """The sums of [b, ..., n, ...], differentiated by JAX: those of the reference can be."""
+    run = partial(call, implementation=params.implementation)
     names = params.axis_name
     sums = partial(_alone, run) if names is None else partial(_of_shard, run, names)
     return sums(x, edges, None, params=params)[0]  # type: ignore[no-any-return]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def accumulate(params: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
-    """The sums of [b, ..., n, ...]."""
-    return evaluate(params, x, edges)
+accumulate = jax.custom_vjp(evaluate, nondiff_argnums=(0,))
 
 
 def _forward(params: Params, x: jax.Array, edges: Any):  # type: ignore[no-untyped-def]
-    return accumulate(params, x, edges), (TypeOf(x), edges)
+    return accumulate(params, x, edges), (TypeOf(jax.typeof(x).sharding), edges)
 
 
 def _backward(params: Params, saved, do):  # type: ignore[no-untyped-def]
     checks.axis_name(params.axis_name)  # JAX forgets that of a `jax.vmap` before this rule runs
     x, edges = saved
     dx = accumulate(params.transposed(), do, edges)
-    return *reshard_like((dx,), (x,)), None
+    return reshard_like(dx, x), None
 
 
 accumulate.defvjp(_forward, _backward)

@@ -60,9 +60,9 @@ def forward(
     start = _start(numbers, initial, total)
     emit = lambda _, state: (state.log, *state[: 2 * save])  # noqa: E731
     last, (out, *states) = _scan(start, (numbers,), emit, params.reverse)
-    result: Any = reshard_like((jnp.moveaxis(out, 0, axis).astype(x.dtype),), (x,))
+    result = reshard_like(jnp.moveaxis(out, 0, axis).astype(x.dtype), x)
     pairs = zip(start, states, strict=False)
-    return *result, last.log, *(_at_tiles(first, y, params) for first, y in pairs)
+    return result, last.log, *(_at_tiles(first, y, params) for first, y in pairs)
 
 
 def totals(x: jax.Array, *, params: Params) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +77,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array]:
     """dx, and the gradient of the initial state, from the states that `forward` saved."""
     dx, total, dtotal = _pulled(x, do, dfinal, *saved, params=params)
-    return *reshard_like((dx,), (x,)), total * dtotal  # type: ignore[return-value]
+    return reshard_like(dx, x), total * dtotal
 
 
 def backward_totals(
@@ -197,8 +197,7 @@ def _start(
         return State(pivot, total, stop_gradient(jnp.zeros_like(total)))
     like = numbers.sum(0)  # for its type alone: its values are not used
     lowest, zero = pair_of_nothing(like)
-    varying: Any = vary.unify(lowest, zero, zero, like)
-    return State(*varying[:3])
+    return State(*vary.unify(lowest, zero, zero, like)[:3])
 
 
 def pair_of_nothing(like: jax.Array) -> tuple[jax.Array, jax.Array]:

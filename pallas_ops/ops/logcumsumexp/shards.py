@@ -127,15 +127,14 @@ class Shard:
         p, t = states.shards
         earlier = _along(jnp.arange(self.count) < self.number, p)
         before = added(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
-        operands: Any = vary.unify(x, *_choose(self.number == 0, states.start, before))
+        operands = vary.unify(x, *_choose(self.number == 0, states.start, before))
         out, _, *saved = self.run(op, *operands)
         final = added((p, t), axis=0)
         return out, State(*final, final[1]).log, *saved
 
     def _gathered(self, *xs: jax.Array) -> list[jax.Array]:
         """Each of xs, of all shards, along a new first axis."""
-        stacked: Any = vary.unify(*xs)
-        every = shards.gather(jnp.stack(stacked), self.axis_name)
+        every = shards.gather(jnp.stack(vary.unify(*xs)), self.axis_name)
         every = every[::-1] if self.params.reverse else every
         return [every[:, i] for i in range(len(xs))]
 

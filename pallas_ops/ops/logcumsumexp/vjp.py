@@ -5,6 +5,7 @@ Saved: x and the initial state, which the caller has, and a pair of float32 a ti
 """
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -76,10 +77,7 @@ def _of_shard(
     return of_shard(shard, x, *others)
 
 
-def _run(params: Params) -> Any:
-    """Runs an op."""
-    if params.implementation == "xla":
-        return lambda op, *operands, **static: op.reference(*operands, **static)
+def _run(params: Params) -> Callable[..., tuple[Any, ...]]:
     return partial(call, implementation=params.implementation)
 
 
@@ -91,7 +89,7 @@ def evaluate(
     if params.axis_name is not None:
         of_shard = partial(Shard.forward, save=save)
         scan = partial(_of_shard, of_shard, _run(params), params.axis_name)
-    return scan(x, initial, None, params=params)  # type: ignore[no-any-return]
+    return scan(x, initial, None, params=params)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -118,7 +116,7 @@ def _backward(params: Params, saved, cotangents):  # type: ignore[no-untyped-def
         grads = _run(params)(_ops_of(params, x).backward, x, do, dfinal, *states, params=params)
     else:
         grads = _backward_of_shard(params, x, initial, do, dfinal, *states)
-    dx, dinitial = reshard_like(grads, (x, initial))
+    dx, dinitial = map(reshard_like, grads, (x, initial))
     return dx, None if initial is None else dinitial
 
 

@@ -160,13 +160,13 @@ def evaluate(
     whole = partition.gathered(x, x.ndim - 1)
     index = None if params.axis_name is None else jax.lax.axis_index(params.axis_name)
     four = whole if x.ndim == 4 else whole[:, :, None]
-    operands: Any = vary.unify(four, theta, offset, positions, index)[:4]
+    operands = vary.unify(four, theta, offset, positions, index)[:4]
     if params.implementation == "xla":
-        out = vjp.in_numpy(params, *operands)
+        out = vjp.evaluate(params, *operands)
     else:
         out = vjp.rotate(params, *forward_mode.refuse("lrpe_cosine", *operands))
     out = out.reshape(*x.shape[:-1], 2 * x.shape[-1])
-    return out if whole is x else partition.reshard_like((out,), (x,))[0]  # type: ignore[return-value]
+    return out if whole is x else partition.reshard_like(out, x)
 
 
 _run: Callable[..., jax.Array] = jax.jit(evaluate, static_argnums=0, inline=True)

@@ -38,8 +38,7 @@ def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
     if num_prefix_tokens == 0:
         return positions
     token = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 2)
-    (prefix,) = reshard_like((token < num_prefix_tokens,), (positions,))
-    assert prefix is not None
+    prefix = reshard_like(token < num_prefix_tokens, positions)
     return jnp.where(prefix, jnp.zeros_like(positions), positions)
 
 

@@ -9,6 +9,7 @@ A shard's positions are those of its tokens in the whole sequence. For a softmax
 shards exchange a pivot and a total per feature, and backward the sum of a * da.
 """
 
+import dataclasses
 import functools
 from functools import partial
 from typing import Any
@@ -49,22 +50,16 @@ def _op(
     cached = f"{batch}n {heads} d"
     where = theta, batch.strip() or "one", f"{batch}n k"  # theta, offset, positions
     saved = [feature, feature] * (act == SOFTMAX_SEQUENCE) + [cached] * caches_angles
-    results = dict(
-        forward=[out],
-        saving=[out, *saved],
-        backward=[x],
-        theta=[theta],
-        gradients=[x, theta],
-        softmax=[feature, feature],
-        mean=[feature],
-    )[name]
-    itself: tuple[str, dict[str, bool]] = (name, {})
-    function, options = dict(
-        forward=("forward", dict(save=False)),
-        saving=("forward", dict(save=True)),
-        theta=("gradients", dict(with_x=False)),
-        gradients=("gradients", dict(with_x=True)),
-    ).get(name, itself)
+    passes: dict[str, tuple[str, dict[str, bool], list[str]]] = dict(
+        forward=("forward", dict(save=False), [out]),
+        saving=("forward", dict(save=True), [out, *saved]),
+        backward=("backward", {}, [x]),
+        theta=("gradients", dict(with_x=False), [theta]),
+        gradients=("gradients", dict(with_x=True), [x, theta]),
+        softmax=("softmax", {}, [feature, feature]),
+        mean=("mean", {}, [feature]),
+    )
+    function, options, results = passes[name]
     unsharded = ["e", "k", "one", "two"]  # axes that every device needs in full
     if act == SOFTMAX_FEATURES or width == "e":
         unsharded.append("d")
@@ -100,8 +95,7 @@ def _of_shard(
     if over_sequence and o.mean is None and name in ("backward", "gradients"):
         (mean,) = run(op("mean", p), *o, p=p)
         o = Operands(*vary.unify(*o._replace(mean=lax.psum(mean, axis_name))))
-    results: tuple[jax.Array, ...] = run(op(name, p), *o, p=p)
-    return results
+    return tuple(run(op(name, p), *o, p=p))
 
 
 def _joined(
@@ -114,35 +108,29 @@ def _joined(
     return pivot, 1 / (totals * jnp.exp(pivots - pivot[None])).sum(axis=0)
 
 
-def _run(p: Params, name: str, o: Operands, call: Any = None) -> tuple[Any, ...]:
-    """A pass, over the shards of `p.axis_name` if there are any; `call` runs it on one device."""
-    call = call or partial(partition.call, implementation=p.implementation)
-    run = partial(call, op(name, p))
+def _run(p: Params, name: str, o: Operands) -> tuple[jax.Array, ...]:
+    """A pass, over the shards of `p.axis_name` if there are any."""
+    call = partial(partition.call, implementation=p.implementation)
     if p.axis_name is not None:
-        run = partial(_of_shard, name, call, p.axis_name)
-    results: tuple[jax.Array, ...] = run(*o, p=p)
-    return results
+        return _of_shard(name, call, p.axis_name, *o, p=p)
+    return call(op(name, p), *o, p=p)
 
 
-def in_numpy(p: Params, *operands: Any) -> jax.Array:
-    """`rotate` in jax.numpy, differentiated by JAX."""
-    call = lambda op, *operands, p: op.reference(*operands, p=p)  # noqa: E731
-    x, *where = operands
-    (out,) = _run(p, "forward", Operands(x, None, *where), call)
-    return out  # type: ignore[no-any-return]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def rotate(
+def evaluate(
     p: Params,
     x: jax.Array,
     theta: jax.Array,
     offset: jax.Array | None,
     positions: jax.Array | None,
 ) -> jax.Array:
-    """The output [B, .., 2, D] of x [B, N, H, D] or [B, H, N, D] and theta [H, E] or [1, E]."""
-    (out,) = _run(p, "forward", Operands(x, None, theta, offset, positions))
-    return out  # type: ignore[no-any-return]
+    """The output [B, .., 2, D] of x [B, N, H, D] or [B, H, N, D] and theta [H, E] or [1, E].
+
+    It is differentiated by JAX: the reference can be.
+    """
+    return _run(p, "forward", Operands(x, None, theta, offset, positions))[0]
+
+
+rotate = jax.custom_vjp(evaluate, nondiff_argnums=(0,))
 
 
 def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
@@ -158,7 +146,7 @@ def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
     # The shape of a residual records which operands move. The tree of the residuals must not depend
     # on them: JAX traces this rule once per set of moving operands, and keeps only the last tree.
     moving = jnp.zeros((0, *map(int, moves)))
-    return out, (TypeOf(x), kept, where, cached, softmax, moving)
+    return out, (TypeOf(jax.typeof(x).sharding), kept, where, cached, softmax, moving)
 
 
 def _backward(p: Params, saved: Any, dout: Any):  # type: ignore[no-untyped-def]
@@ -176,9 +164,10 @@ def _backward(p: Params, saved: Any, dout: Any):  # type: ignore[no-untyped-def]
     if theta_moves and dtheta is None:
         (dtheta,) = _run(p, "theta", o)
     if positions_move:
-        out, pull = jax.vjp(partial(in_numpy, p, x, *where[:2]), where[2])
-        (dpositions,) = pull(*reshard_like((dout,), (out,)))
-    return reshard_like((dx, dtheta, None, dpositions), (of_x, *where))
+        in_numpy = dataclasses.replace(p, implementation="xla")
+        out, pull = jax.vjp(partial(evaluate, in_numpy, x, *where[:2]), where[2])
+        (dpositions,) = pull(reshard_like(dout, out))
+    return tuple(map(reshard_like, (dx, dtheta, None, dpositions), (of_x, *where)))
 
 
 rotate.defvjp(_forward, _backward, symbolic_zeros=True)
