@@ -146,14 +146,12 @@ def _result_shapes(bound: Bound, *structs: jax.ShapeDtypeStruct) -> list[Any]:
     return list(jax.eval_shape(bound.reference, *structs))
 
 
-@functools.lru_cache(maxsize=1024)
-def _jitted(bound: Bound) -> Callable[..., Any]:
-    return jax.jit(lambda *xs: dispatch_p.bind(*xs, bound=bound))
+_jitted = jax.jit(dispatch_p.bind, static_argnames="bound")
 
 
 def _eager(*xs: jax.Array, bound: Bound) -> Any:
     with jax.disable_jit(False):
-        return _jitted(bound)(*xs)
+        return _jitted(*xs, bound=bound)
 
 
 dispatch_p.def_impl(_eager)

@@ -48,5 +48,5 @@ tangent_p.def_impl(_raise)
 tangent_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_raise, multiple_results=False))
 # Only forward mode batches tangents (jax.jacfwd); reverse mode transposes them first.
-batching.primitive_batchers[tangent_p] = lambda *_, op: _raise(op=op)
+batching.primitive_batchers[tangent_p] = _raise
 ad.deflinear2(tangent_p, lambda ct, _, **__: [ct])

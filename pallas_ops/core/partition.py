@@ -63,13 +63,11 @@ def _differentiable(bound: Bound) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _vmapped(bound: Bound, *, alone: bool = False) -> Callable[..., Any]:
-    partitioned = partial(_bind, bound) if alone else _partitioned(bound)
-
     @custom_vmap
     def run(*xs: jax.Array) -> Any:
-        if any(map(is_explicit, xs)) and not alone:
+        if not alone and any(map(is_explicit, xs)):
             return _explicit(bound, xs)
-        return _bind(bound, *xs) if _is_partly_manual() else partitioned(*xs)
+        return _bind(bound, *xs) if alone or _is_partly_manual() else _partitioned(bound)(*xs)
 
     @run.def_vmap
     def _(_: int, batched: Sequence[bool], *xs: jax.Array) -> Any:

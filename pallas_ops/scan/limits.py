@@ -21,13 +21,11 @@ def implementation_for(
 ) -> Implementation | None:
     """The reference for what no kernel takes, else as asked; `sizes`: of other operands."""
     sizes |= {f"axis {i}": size for i, size in enumerate(shape)}
+    outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+    sizes |= {"all before it": outer, "all behind it": inner}
     for dtype in dtypes:
         implementation = kernel_or_reference(implementation, dtype, sizes)
-    if implementation == "xla":
-        return implementation
-    outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-    sides = {"all before it": outer, "all behind it": inner}
-    return kernel_or_reference(implementation, dtypes[0], sides)
+    return implementation
 
 
 def unless_too_many_rows(kernel: Run, reference: Run) -> Run:

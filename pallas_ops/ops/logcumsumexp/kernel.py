@@ -42,10 +42,7 @@ from pallas_ops.scan.view import MAX_VECTOR
 def forward(
     x: jax.Array, initial: jax.Array | None, total: jax.Array | None, *, params: Params, save: bool
 ) -> tuple[jax.Array, ...]:
-    """Output and final state; to save: pivots and totals before each tile and after the last.
-
-    With a `total`, `initial` is the pivot that it is relative to.
-    """
+    """Output and final state; to save: pivots and totals before each tile and after the last."""
     plan = plan_of(x, params)
     s, sizes = plan.view.s, (1, *[plan.num_tiles + 1] * (2 * save))
     given: Any = (None if y is None else y.reshape(s.b, 1, s.c) for y in (initial, total))

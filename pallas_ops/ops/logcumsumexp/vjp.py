@@ -25,6 +25,7 @@ from pallas_ops.scan.limits import unless_too_many_rows
 from pallas_ops.scan.view import names
 
 RESIDUALS = "pallas_ops.logcumsumexp"
+Run = Callable[..., tuple[jax.Array, ...]]
 
 
 @functools.lru_cache(maxsize=128)
@@ -71,13 +72,13 @@ def _ops_of(params: Params, x: jax.Array) -> Ops:
 
 
 def _of_shard(
-    of_shard: Any, run: Any, mesh_axes: Names, x: jax.Array, *others: Any, params: Params
-) -> Any:
+    of_shard: Run, run: Run, mesh_axes: Names, x: jax.Array, *others: Any, params: Params
+) -> tuple[jax.Array, ...]:
     shard = Shard(_ops_of(params, x), partial(run, params=params), mesh_axes, params)
     return of_shard(shard, x, *others)
 
 
-def _run(params: Params) -> Callable[..., tuple[Any, ...]]:
+def _run(params: Params) -> Run:
     return partial(call, implementation=params.implementation)
 
 
@@ -85,11 +86,11 @@ def evaluate(
     params: Params, x: jax.Array, initial: jax.Array | None, *, save: bool = False
 ) -> tuple[jax.Array, ...]:
     """Output and final state, and what is saved; differentiated by JAX: the reference can be."""
-    scan = partial(_run(params), _ops_of(params, x)[1 + save])
-    if params.axis_name is not None:
-        of_shard = partial(Shard.forward, save=save)
-        scan = partial(_of_shard, of_shard, _run(params), params.axis_name)
-    return scan(x, initial, None, params=params)
+    run, passes, operands = _run(params), _ops_of(params, x), (x, initial, None)
+    if params.axis_name is None:
+        return run(passes.saving if save else passes.forward, *operands, params=params)
+    of_shard = partial(Shard.forward, save=save)
+    return _of_shard(of_shard, run, params.axis_name, *operands, params=params)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -133,14 +133,10 @@ def _implementation(
     implementation: Implementation | None, dtype: Any, sizes: dict[str, int], act: str
 ) -> Implementation | None:
     """The reference where no kernel serves, else the implementation asked for."""
-    chosen = implementations.kernel_or_reference(implementation, dtype, sizes)
-    if chosen == "xla":
-        return chosen
-    rows = sizes["N"] * sizes.get("H", 1)
-    if act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
+    rows = {"N * H": sizes["N"] * sizes.get("H", 1)}
+    chosen = implementations.kernel_or_reference(implementation, dtype, sizes | rows)
+    if chosen != "xla" and act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
         return implementations.reference_instead(chosen, f"a softmax over {sizes['D']} features")
-    if rows > implementations.LONGEST:
-        return implementations.reference_instead(chosen, f"N * H = {rows} rows")
     return chosen
 
 

@@ -1,9 +1,8 @@
 """How lrpe_cosine differentiates: the ops of its passes, what shards do in them, and the rules.
 
 theta is saved. x is saved for an activation, and for the gradients of theta and of positions. A
-softmax over the sequence also saves its pivot and share per feature, and `cache_angles` the angles,
-under a name by which `jax.checkpoint` can keep them. One pass over x makes the gradients of x and
-theta. With a given config, which applies to dx alone, there are two passes.
+softmax over the sequence also saves its pivot and share per feature, and `cache_angles` the angles.
+One pass makes the gradients of x and theta; with a given config, which is for dx alone, two do.
 
 A shard's positions are those of its tokens in the whole sequence. For a softmax over the sequence
 shards exchange a pivot and a total per feature, and backward the sum of a * da.
@@ -24,58 +23,49 @@ from pallas_ops.core import partition, shards, vary
 from pallas_ops.core.dispatch import Op
 from pallas_ops.core.partition import TypeOf, reshard_like
 from pallas_ops.ops.lrpe_cosine import kernel, reference
-from pallas_ops.ops.lrpe_cosine.config import (
-    SOFTMAX_FEATURES,
-    SOFTMAX_SEQUENCE,
-    Operands,
-    Params,
-)
+from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, Operands, Params
 
 RESIDUALS = "pallas_ops.lrpe_cosine"
 
 
+@functools.lru_cache(maxsize=1024)
 def op(name: str, p: Params) -> Op:
     """The op of a pass: forward, saving, backward (dx), theta, gradients, softmax or mean."""
-    return _op(name, p.act, p.theta, p.heads_first, p.per_batch, p.caches_angles)
-
-
-@functools.lru_cache(maxsize=1024)
-def _op(
-    name: str, act: str, theta: str, heads_first: bool, per_batch: bool, caches_angles: bool
-) -> Op:
-    """`op`, the same object for all calls with these axes: caches compare by identity."""
-    tokens, batch = "h n" if heads_first else "n h", "b " if per_batch else ""
+    tokens, batch = "h n" if p.heads_first else "n h", "b " if p.per_batch else ""
     x, out, feature = f"b {tokens} d", f"b {tokens} two d", "b h d"
-    heads, width = theta.split()
+    theta, (heads, width) = p.theta, p.theta.split()
     cached = f"{batch}n {heads} d"
     where = theta, batch.strip() or "one", f"{batch}n k"  # theta, offset, positions
-    saved = [feature, feature] * (act == SOFTMAX_SEQUENCE) + [cached] * caches_angles
-    passes: dict[str, tuple[str, dict[str, bool], list[str]]] = dict(
-        forward=("forward", dict(save=False), [out]),
-        saving=("forward", dict(save=True), [out, *saved]),
-        backward=("backward", {}, [x]),
-        theta=("gradients", dict(with_x=False), [theta]),
-        gradients=("gradients", dict(with_x=True), [x, theta]),
-        softmax=("softmax", {}, [feature, feature]),
-        mean=("mean", {}, [feature]),
-    )
-    function, options, results = passes[name]
+    saved = [feature, feature] * p.over_sequence + [cached] * p.caches_angles
+    results = dict(
+        forward=[out],
+        saving=[out, *saved],
+        backward=[x],
+        theta=[theta],
+        gradients=[x, theta],
+        softmax=[feature, feature],
+        mean=[feature],
+    )[name]
     unsharded = ["e", "k", "one", "two"]  # axes that every device needs in full
-    if act == SOFTMAX_FEATURES or width == "e":
+    if p.act == SOFTMAX_FEATURES or width == "e":
         unsharded.append("d")
     if name in ("softmax", "mean"):
         unsharded.append("n")
     others = " ".join(axis for axis in "bnhd" if axis not in (heads, width))
     return Op(
-        name="lrpe_cosine" if function == "forward" else f"lrpe_cosine_{name}",
-        kernel=partial(getattr(kernel, function), **options),
-        reference=partial(getattr(reference, function), **options),
+        name="lrpe_cosine" if name in ("forward", "saving") else f"lrpe_cosine_{name}",
+        kernel=_of_arrays(getattr(kernel, name)),
+        reference=_of_arrays(getattr(reference, name)),
         operands=Operands(x, out, *where, cached, *[feature] * 3),
         results=tuple(results),
         unsharded=tuple(unsharded),
         summed=tuple(others if result == theta else "" for result in results),
         shards=None if "n" in unsharded else ("n", partial(_of_shard, name)),
     )
+
+
+def _of_arrays(run: Any) -> Any:
+    return lambda *operands, p: run(Operands(*operands), p=p)
 
 
 def _of_shard(
@@ -87,12 +77,11 @@ def _of_shard(
         n = o.sized.shape[p.tokens_axis]
         positions = reference.counted(p, n, o.offset, n * lax.axis_index(axis_name))
         o = o._replace(positions=positions.astype(o.theta.dtype), offset=None)
-    over_sequence = p.act == SOFTMAX_SEQUENCE
-    if over_sequence and o.pivot is None:
+    if p.over_sequence and o.pivot is None:
         pivot, share = _joined(axis_name, *run(op("softmax", p), *Operands(o.x), p=p))
         o = o._replace(pivot=pivot, share=share)
     o = Operands(*vary.unify(*o))
-    if over_sequence and o.mean is None and name in ("backward", "gradients"):
+    if p.over_sequence and o.mean is None and name in ("backward", "gradients"):
         (mean,) = run(op("mean", p), *o, p=p)
         o = Operands(*vary.unify(*o._replace(mean=lax.psum(mean, axis_name))))
     return tuple(run(op(name, p), *o, p=p))
@@ -139,7 +128,7 @@ def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
     (x, *where), (x_moves, theta_moves, _, positions_move) = operands, moves
     out, *saved = _run(p, "saving", Operands(x, None, *where))
     named = [checkpoint_name(y, RESIDUALS) for y in saved]
-    softmax = named[:2] if p.act == SOFTMAX_SEQUENCE else [None, None]  # pivot and share
+    softmax = named[:2] if p.over_sequence else [None, None]  # pivot and share
     cached = named[-1] if p.caches_angles else None
     needs_x = (p.act != "none" and x_moves) or theta_moves or positions_move
     kept = x if needs_x else jnp.zeros(0, x.dtype)
