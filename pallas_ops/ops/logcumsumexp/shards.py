@@ -31,13 +31,6 @@ class Ops(NamedTuple):
     backward: Op
 
 
-class States(NamedTuple):
-    """The pair that the first shard starts from, and those of all shards, in order [shards, ..]."""
-
-    start: Pair
-    shards: Pair
-
-
 class Shard:
     """One of the shards of an axis, which are numbered in the order of the sum.
 
@@ -56,8 +49,8 @@ class Shard:
         """Output and final state, from what the op is given; to save: the states of tiles."""
         own = self.run(self.ops.totals, x)
         start = _start(own, *given)
-        states = States(start, self._exchanged(own, start))
-        return self._scan(self.ops.saving if save else self.ops.forward, x, states)
+        op = self.ops.saving if save else self.ops.forward
+        return self._scan(op, x, start, self._exchanged(own, start))
 
     def forward_saving_shards(
         self, x: jax.Array, *given: jax.Array | None
@@ -68,8 +61,8 @@ class Shard:
         """
         own, axis = self.run(self.ops.totals, x), self.params.axis
         start = _settled(_start(own, *given))
-        states = States(start, _settled(self._exchanged(own, start)))
-        out, final, *_ = self._scan(self.ops.saving, x, _settled(states))
+        states = start, _settled(self._exchanged(own, start))
+        out, final, *_ = self._scan(self.ops.saving, x, *_settled(states))
         slots = 1 - (-x.shape[axis] * self.count // self.params.block_n)
 
         def in_slots(start: jax.Array, others: jax.Array) -> jax.Array:
@@ -92,8 +85,8 @@ class Shard:
         else:
             own = self.run(self.ops.totals, x)
             every_p, every_t = _settled(self._exchanged(own, (p, t)))
-        states = _settled(States((p, t), (every_p, every_t)))
-        _, _, *tiles = self._scan(self.ops.saving, x, states)
+        states = _settled(((p, t), (every_p, every_t)))
+        _, _, *tiles = self._scan(self.ops.saving, x, *states)
         return self.backward(x, do, dfinal, *tiles)
 
     def backward(
@@ -122,12 +115,15 @@ class Shard:
         p, t = self._gathered(*_choose(self.number == 0, first, own))
         return p, t
 
-    def _scan(self, op: Op, x: jax.Array, states: States) -> tuple[jax.Array, ...]:
-        """The results of the shard; the final state is that of all shards, on each of them."""
-        p, t = states.shards
+    def _scan(self, op: Op, x: jax.Array, start: Pair, states: Pair) -> tuple[jax.Array, ...]:
+        """The results of the shard; the final state is that of all shards, on each of them.
+
+        From the pair that the first shard starts from, and those of all, in order [shards, ..].
+        """
+        p, t = states
         earlier = _along(jnp.arange(self.count) < self.number, p)
         before = added(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
-        operands = vary.unify(x, *_choose(self.number == 0, states.start, before))
+        operands = vary.unify(x, *_choose(self.number == 0, start, before))
         out, _, *saved = self.run(op, *operands)
         final = added((p, t), axis=0)
         return out, State(*final, final[1]).log, *saved

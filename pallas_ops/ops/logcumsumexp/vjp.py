@@ -113,27 +113,18 @@ def _backward(params: Params, saved, cotangents):  # type: ignore[no-untyped-def
     if isinstance(do, SymbolicZero):
         _, do = vary.unify(x, jnp.zeros_like(x))
     dfinal = None if isinstance(dfinal, SymbolicZero) else dfinal
-    if params.axis_name is None:
-        grads = _run(params)(_ops_of(params, x).backward, x, do, dfinal, *states, params=params)
-    else:
-        grads = _backward_of_shard(params, x, initial, do, dfinal, *states)
-    dx, dinitial = map(reshard_like, grads, (x, initial))
-    return dx, None if initial is None else dinitial
-
-
-def _backward_of_shard(
-    params: Params, x: Any, initial: Any, do: Any, dfinal: Any, *states: Any
-) -> tuple[jax.Array, ...]:
-    """Where no types say what is replicated, shards' gradients of what all have add up."""
-    axis_name: Any = params.axis_name
-    if dfinal is not None and not checked(axis_name):
-        dfinal = jax.lax.psum(dfinal, axis_name)
-    run = partial(_of_shard, Shard.backward, _run(params), axis_name)
-    dx, dinitial = run(x, do, dfinal, *states, params=params)
-    if initial is not None and not is_replicated(initial, axis_name):
-        number, _ = order(axis_name, reverse=params.reverse)
-        dinitial = jnp.where(number == 0, dinitial, 0)
-    return dx, dinitial
+    run, axis_name = _run(params), params.axis_name
+    if axis_name is None:
+        dx, dinitial = run(_ops_of(params, x).backward, x, do, dfinal, *states, params=params)
+    else:  # where no types say what is replicated, shards' gradients of what all have add up
+        if dfinal is not None and not checked(axis_name):
+            dfinal = jax.lax.psum(dfinal, axis_name)
+        operands = x, do, dfinal, *states
+        dx, dinitial = _of_shard(Shard.backward, run, axis_name, *operands, params=params)
+        if initial is not None and not is_replicated(initial, axis_name):
+            number, _ = order(axis_name, reverse=params.reverse)
+            dinitial = jnp.where(number == 0, dinitial, 0)
+    return reshard_like(dx, x), None if initial is None else reshard_like(dinitial, initial)
 
 
 # With symbolic zeros, who uses the output alone pays for no gradient of the final state.

@@ -136,10 +136,10 @@ def prepare(
     x, theta = checks.array("x", x), checks.array("theta", theta)
     given = positions is not None
     first = refusals.offset(offset, x.shape, given=given)
-    points = None if grid is None else refusals.grid(*grid, given=given)
+    shape, prefix = (None, 0) if grid is None else refusals.grid(*grid, given=given)
     places = checks.optional_array("positions", positions)
     structs = [signature(array) for array in (x, theta, first, places)]
-    facts: Any = grid is not None, *(points or (None, 0)), checks.axis_name(axis_name)
+    facts: Any = grid is not None, shape, prefix, checks.axis_name(axis_name)
     if places is not None and grid is None:
         places = places[..., None]
     return refusals.params(*structs, *facts, *options), x, theta, first, places

@@ -78,23 +78,17 @@ def _of_shard(
         positions = reference.counted(p, n, o.offset, n * lax.axis_index(axis_name))
         o = o._replace(positions=positions.astype(o.theta.dtype), offset=None)
     if p.over_sequence and o.pivot is None:
-        pivot, share = _joined(axis_name, *run(op("softmax", p), *Operands(o.x), p=p))
-        o = o._replace(pivot=pivot, share=share)
+        own = jnp.stack(run(op("softmax", p), *Operands(o.x), p=p))
+        every = shards.gather(own, axis_name)
+        pivots, totals = every[:, 0], every[:, 1]
+        pivot = pivots.max(axis=0)
+        total = (totals * jnp.exp(pivots - pivot[None])).sum(axis=0)
+        o = o._replace(pivot=pivot, share=1 / total)
     o = Operands(*vary.unify(*o))
     if p.over_sequence and o.mean is None and name in ("backward", "gradients"):
         (mean,) = run(op("mean", p), *o, p=p)
         o = Operands(*vary.unify(*o._replace(mean=lax.psum(mean, axis_name))))
     return tuple(run(op(name, p), *o, p=p))
-
-
-def _joined(
-    axis_name: shards.Names, pivot: jax.Array, total: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The pivot and share of all shards."""
-    both = shards.gather(jnp.stack([pivot, total]), axis_name)
-    pivots, totals = both[:, 0], both[:, 1]
-    pivot = pivots.max(axis=0)
-    return pivot, 1 / (totals * jnp.exp(pivots - pivot[None])).sum(axis=0)
 
 
 def _run(p: Params, name: str, o: Operands) -> tuple[jax.Array, ...]:
@@ -105,18 +99,9 @@ def _run(p: Params, name: str, o: Operands) -> tuple[jax.Array, ...]:
     return call(op(name, p), *o, p=p)
 
 
-def evaluate(
-    p: Params,
-    x: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-) -> jax.Array:
-    """The output [B, .., 2, D] of x [B, N, H, D] or [B, H, N, D] and theta [H, E] or [1, E].
-
-    It is differentiated by JAX: the reference can be.
-    """
-    return _run(p, "forward", Operands(x, None, theta, offset, positions))[0]
+def evaluate(p: Params, x: jax.Array, *where: jax.Array | None) -> jax.Array:
+    """The output of x and theta, offset, positions; differentiated by JAX: the reference can be."""
+    return _run(p, "forward", Operands(x, None, *where))[0]
 
 
 rotate = jax.custom_vjp(evaluate, nondiff_argnums=(0,))
