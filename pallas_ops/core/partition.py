@@ -8,7 +8,7 @@ under jit), and the dispatch primitive.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ops.core import dispatch, vary
-from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op
+from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op, Run
 from pallas_ops.core.layout import Axes, named, spec, split_of
 
 T = TypeVar("T", bound=jax.Array | None)
@@ -46,7 +46,7 @@ def call(
 
 
 @functools.lru_cache(maxsize=1024)
-def _differentiable(bound: Bound) -> Callable[..., Any]:
+def _differentiable(bound: Bound) -> Run:
     @jax.custom_vjp
     def run(*xs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(_vmapped(bound)(*xs))
@@ -62,7 +62,7 @@ def _differentiable(bound: Bound) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _vmapped(bound: Bound, *, alone: bool = False) -> Callable[..., Any]:
+def _vmapped(bound: Bound, *, alone: bool = False) -> Run:
     @custom_vmap
     def run(*xs: jax.Array) -> Any:
         if not alone and any(map(is_explicit, xs)):
@@ -77,7 +77,7 @@ def _vmapped(bound: Bound, *, alone: bool = False) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _partitioned(bound: Bound) -> Callable[..., Any]:
+def _partitioned(bound: Bound) -> Run:
     ins, outs = bound.axes()
     names = dict.fromkeys(name for axes in ins for name in axes.split())  # in Shardy's order
 
@@ -114,7 +114,7 @@ def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
     mesh, *others = {s.mesh for s in shardings if not s.mesh.empty}
     if others:
         raise ValueError(f"operands are sharded over the meshes {[mesh, *others]}; accepted: one")
-    mapped: Callable[..., tuple[jax.Array, ...]] = jax.shard_map(
+    mapped: Run = jax.shard_map(
         _per_device(bound, split),
         mesh=mesh,
         in_specs=tuple(spec(split, axes) for axes in ins),
@@ -175,9 +175,9 @@ def _bind(bound: Bound, *xs: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(dispatch.dispatch_p.bind(*xs, bound=bound))
 
 
-def _per_device(bound: Bound, split: Mapping[str, Axes]) -> Callable[..., tuple[jax.Array, ...]]:
+def _per_device(bound: Bound, split: Mapping[str, Axes]) -> Run:
     """The call on a device's arrays; what shards exchange is mapped over by JAX's own rules."""
-    on_shard: Callable[..., Arrays] = partial(_bind, bound)
+    on_shard: Run = partial(_bind, bound)
     if bound.op.shards is not None and bound.op.shards[0] in split:
         axis, of_shard = bound.op.shards
         run = partial(call, implementation=bound.implementation, alone=True)

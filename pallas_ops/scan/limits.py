@@ -1,15 +1,12 @@
 """Which calls kernels take: positions, rows and columns of a `View` are counted in 32 bits."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.dispatch import Implementation, Run
 from pallas_ops.core.implementations import LONGEST, kernel_or_reference
-
-Run = Callable[..., Any]
 
 
 def implementation_for(

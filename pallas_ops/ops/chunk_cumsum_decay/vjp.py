@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from pallas_ops.core import checks
-from pallas_ops.core.dispatch import Op
+from pallas_ops.core.dispatch import Op, Run
 from pallas_ops.core.partition import TypeOf, call, reshard_like
 from pallas_ops.core.shards import Names
 from pallas_ops.ops.chunk_cumsum_decay import kernel, reference, shards
@@ -35,22 +35,22 @@ def op(name: str, before: int, after: int) -> Op:
     )
 
 
-def _alone(run: Any, x: jax.Array, *others: Any, params: Params) -> Any:
+def _alone(run: Run, x: jax.Array, *others: Any, params: Params) -> tuple[jax.Array, ...]:
     """The sums of what one device has."""
     axis = params.axis
     return run(op(params.name, axis, x.ndim - axis - 1), x, *others, params=params)
 
 
-def _of_shard(run: Any, mesh_axes: Names, *operands: Any, params: Params) -> Any:
+def _of_shard(run: Run, mesh_axes: Names, *operands: Any, params: Params) -> tuple[jax.Array, ...]:
     return shards.accumulate(partial(_alone, run), mesh_axes, *operands, params=params)
 
 
 def evaluate(params: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
     """The sums of [b, ..., n, ...], differentiated by JAX: those of the reference can be."""
     run = partial(call, implementation=params.implementation)
-    names = params.axis_name
-    sums = partial(_alone, run) if names is None else partial(_of_shard, run, names)
-    return sums(x, edges, None, params=params)[0]  # type: ignore[no-any-return]
+    if params.axis_name is None:
+        return _alone(run, x, edges, None, params=params)[0]
+    return _of_shard(run, params.axis_name, x, edges, None, params=params)[0]
 
 
 accumulate = jax.custom_vjp(evaluate, nondiff_argnums=(0,))

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_ops.core import partition, shards, vary
-from pallas_ops.core.dispatch import Op
+from pallas_ops.core.dispatch import Op, Run
 from pallas_ops.core.partition import TypeOf, reshard_like
 from pallas_ops.ops.lrpe_cosine import kernel, reference
 from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, Operands, Params
@@ -64,12 +64,12 @@ def op(name: str, p: Params) -> Op:
     )
 
 
-def _of_arrays(run: Any) -> Any:
+def _of_arrays(run: Run) -> Run:
     return lambda *operands, p: run(Operands(*operands), p=p)
 
 
 def _of_shard(
-    name: str, run: Any, axis_name: shards.Names, *operands: jax.Array | None, p: Params
+    name: str, run: Run, axis_name: shards.Names, *operands: jax.Array | None, p: Params
 ) -> tuple[jax.Array, ...]:
     """A pass on a shard of the sequence."""
     o = Operands(*operands)
@@ -88,7 +88,7 @@ def _of_shard(
     if p.over_sequence and o.mean is None and name in ("backward", "gradients"):
         (mean,) = run(op("mean", p), *o, p=p)
         o = Operands(*vary.unify(*o._replace(mean=lax.psum(mean, axis_name))))
-    return tuple(run(op(name, p), *o, p=p))
+    return run(op(name, p), *o, p=p)
 
 
 def _run(p: Params, name: str, o: Operands) -> tuple[jax.Array, ...]:
