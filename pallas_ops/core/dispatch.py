@@ -22,7 +22,7 @@ from pallas_ops.core import backend, launch, vary
 
 Implementation = Literal["triton", "xla", "interpret"]
 Arrays = Sequence[jax.Array]
-Run = Callable[..., tuple[jax.Array, ...]]
+Run = Callable[..., tuple[jax.Array, ...]]  # of arrays, absent ones None, and static keywords
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
