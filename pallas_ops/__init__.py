@@ -9,23 +9,20 @@ Each op is a folder under `pallas_ops.ops`; read it as api, reference, vjp, kern
 
 from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
 
-from pallas_ops import reference as reference
+from pallas_ops import reference
 from pallas_ops.core.backend import plgpu as _plgpu
-from pallas_ops.core.card import target_gpu as target_gpu
-from pallas_ops.ops.chunk_cumsum_decay import ChunkCumsumDecayConfig as ChunkCumsumDecayConfig
-from pallas_ops.ops.chunk_cumsum_decay import chunk_cumsum_decay as chunk_cumsum_decay
-from pallas_ops.ops.logcumsumexp import LogcumsumexpConfig as LogcumsumexpConfig
-from pallas_ops.ops.logcumsumexp import logcumsumexp as logcumsumexp
-from pallas_ops.ops.logcumsumexp import logcumsumexp_with_state as logcumsumexp_with_state
-from pallas_ops.ops.lrpe_cosine import LrpeCosineConfig as LrpeCosineConfig
-from pallas_ops.ops.lrpe_cosine import lrpe_cosine as lrpe_cosine
-from pallas_ops.ops.lrpe_cosine import md_lrpe_cosine as md_lrpe_cosine
-from pallas_ops.ops.tpa_decode import TpaDecodeConfig as TpaDecodeConfig
-from pallas_ops.ops.tpa_decode import quantize_tpa_factors as quantize_tpa_factors
-from pallas_ops.ops.tpa_decode import tpa_append as tpa_append
-from pallas_ops.ops.tpa_decode import tpa_decode as tpa_decode
-from pallas_ops.ops.tpa_decode import tpa_decode_with_lse as tpa_decode_with_lse
-from pallas_ops.residuals import Residuals as Residuals
+from pallas_ops.core.card import target_gpu
+from pallas_ops.ops.chunk_cumsum_decay import ChunkCumsumDecayConfig, chunk_cumsum_decay
+from pallas_ops.ops.logcumsumexp import LogcumsumexpConfig, logcumsumexp, logcumsumexp_with_state
+from pallas_ops.ops.lrpe_cosine import LrpeCosineConfig, lrpe_cosine, md_lrpe_cosine
+from pallas_ops.ops.tpa_decode import (
+    TpaDecodeConfig,
+    quantize_tpa_factors,
+    tpa_append,
+    tpa_decode,
+    tpa_decode_with_lse,
+)
+from pallas_ops.residuals import Residuals
 
 __all__ = (
     "DISABLE_JAX_EXPORT_CHECKS",

@@ -11,12 +11,12 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_ops.core.shards import AxisName
-from pallas_ops.ops.chunk_cumsum_decay import api as _chunk_cumsum_decay
+from pallas_ops.ops.chunk_cumsum_decay import api as _chunks
 from pallas_ops.ops.chunk_cumsum_decay.config import Shift
-from pallas_ops.ops.logcumsumexp import api as _logcumsumexp
-from pallas_ops.ops.lrpe_cosine import api as _lrpe_cosine
+from pallas_ops.ops.logcumsumexp import api as _logs
+from pallas_ops.ops.lrpe_cosine import api as _lrpe
 from pallas_ops.ops.lrpe_cosine.reference import Act, Layout
-from pallas_ops.ops.tpa_decode import api as _tpa_decode
+from pallas_ops.ops.tpa_decode import api as _tpa
 from pallas_ops.ops.tpa_decode.reference import naive as _naive
 
 __all__ = (
@@ -44,9 +44,8 @@ def chunk_cumsum_decay(
     axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.chunk_cumsum_decay` in jax.numpy."""
-    op = _chunk_cumsum_decay
     static = axis, chunk_size, reverse, shift
-    return op.evaluate(*op.prepare(x, scale, cu_seqlens, dtype, axis_name, *static))
+    return _chunks.evaluate(*_chunks.prepare(x, scale, cu_seqlens, dtype, axis_name, *static))
 
 
 def logcumsumexp(
@@ -59,8 +58,7 @@ def logcumsumexp(
     axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.logcumsumexp` in jax.numpy."""
-    op = _logcumsumexp
-    return op.evaluate(*op.prepare(x, initial_state, axis_name, axis, reverse, clip))[0]
+    return _logs.evaluate(*_logs.prepare(x, initial_state, axis_name, axis, reverse, clip))[0]
 
 
 def logcumsumexp_with_state(
@@ -73,8 +71,7 @@ def logcumsumexp_with_state(
     axis_name: AxisName | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pallas_ops.logcumsumexp_with_state` in jax.numpy."""
-    op = _logcumsumexp
-    return op.evaluate(*op.prepare(x, initial_state, axis_name, axis, reverse, clip))
+    return _logs.evaluate(*_logs.prepare(x, initial_state, axis_name, axis, reverse, clip))
 
 
 def lrpe_cosine(
@@ -89,8 +86,8 @@ def lrpe_cosine(
     axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.lrpe_cosine` in jax.numpy."""
-    op, options = _lrpe_cosine, (positions, act, axis, layout)
-    return op.evaluate(*op.prepare(x, theta, *options, offset=offset, axis_name=axis_name))
+    options = positions, act, axis, layout
+    return _lrpe.evaluate(*_lrpe.prepare(x, theta, *options, offset=offset, axis_name=axis_name))
 
 
 def md_lrpe_cosine(
@@ -105,8 +102,8 @@ def md_lrpe_cosine(
     layout: Layout = "BNHD",
 ) -> jax.Array:
     """`pallas_ops.md_lrpe_cosine` in jax.numpy."""
-    op, options = _lrpe_cosine, (positions, act, axis, layout)
-    return op.evaluate(*op.prepare(x, theta, *options, grid=(shape, num_prefix_tokens)))
+    options = positions, act, axis, layout
+    return _lrpe.evaluate(*_lrpe.prepare(x, theta, *options, grid=(shape, num_prefix_tokens)))
 
 
 def tpa_decode(
@@ -128,9 +125,9 @@ def tpa_decode(
     axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.tpa_decode` in jax.numpy."""
-    op, operands = _tpa_decode, (aq, ak, av, bq, bk, bv, lengths, page_table)
+    operands = aq, ak, av, bq, bk, bv, lengths, page_table
     scales = scale, scale_q, scale_k, scale_v
-    return op.evaluate(*op.prepare(operands, scales, window, batch_invariant, axis_name))[0]
+    return _tpa.evaluate(*_tpa.prepare(operands, scales, window, batch_invariant, axis_name))[0]
 
 
 def tpa_decode_with_lse(
@@ -152,9 +149,9 @@ def tpa_decode_with_lse(
     axis_name: AxisName | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pallas_ops.tpa_decode_with_lse` in jax.numpy."""
-    op, operands = _tpa_decode, (aq, ak, av, bq, bk, bv, lengths, page_table)
+    operands = aq, ak, av, bq, bk, bv, lengths, page_table
     scales = scale, scale_q, scale_k, scale_v
-    return op.evaluate(*op.prepare(operands, scales, window, batch_invariant, axis_name))
+    return _tpa.evaluate(*_tpa.prepare(operands, scales, window, batch_invariant, axis_name))
 
 
 def tpa_decode_naive(
@@ -174,6 +171,6 @@ def tpa_decode_naive(
     scale_v: ArrayLike | None = None,
 ) -> jax.Array:
     """`tpa_decode` by materialising q, k and v in their factors' dtypes and attending to them."""
-    op, operands = _tpa_decode, (aq, ak, av, bq, bk, bv, lengths, page_table)
+    operands = aq, ak, av, bq, bk, bv, lengths, page_table
     scales = scale, scale_q, scale_k, scale_v
-    return op.evaluate(*op.prepare(operands, scales, window), attention=_naive)[0]
+    return _tpa.evaluate(*_tpa.prepare(operands, scales, window), attention=_naive)[0]

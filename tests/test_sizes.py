@@ -130,11 +130,11 @@ def test_rotations(
         config=None,
     )
     for c in (lrpe_config.choose(s), walk):
-        plan: Any = lrpe_config.Plan(p=p, s=s, c=c, width=d, unaligned=False, precise=False)
+        plan: Any = lrpe_config.Plan(p=p, s=s, c=c, width=d, spread=False, precise=False)
         block = np.arange(c.block_n, dtype=object)[:, None]
         in_rows = dataclasses.replace(c, variant="sequence", num_parts=1)
         for i, _, k in programs(dataclasses.replace(plan, c=in_rows).grid, monkeypatch):
-            tile = lrpe.rows_tile(plan)
+            tile = lrpe.Tile.of_rows(plan)
             row = i * c.block_n + block
             token, head = (row % n, row // n) if heads_first else (row // h, row % h)
             same(tile.row, row, row < plan.rows)
@@ -142,7 +142,7 @@ def test_rotations(
             same(tile.head, head, row < plan.rows)
             assert int(tile.b) == k
         for number, own in itertools.product({0, plan.blocks_n - 1}, {0, h - 1}):
-            tile = lrpe.tokens_tile(plan, 0, jnp.int32(number), jnp.int32(own), jnp.int32(0))
+            tile = lrpe.Tile.of_tokens(plan, 0, jnp.int32(number), jnp.int32(own), jnp.int32(0))
             token = number * c.block_n + block
             row = own * n + token if heads_first else token * h + own
             same(tile.token, token, token < n)

@@ -27,7 +27,7 @@ _NEEDED = "CompilerParams", "elementwise_inline_asm", "load", "store"
 
 def require() -> None:
     missing = [name for name in _NEEDED if not hasattr(plgpu, name)]
-    if plgpu is None or missing:
+    if missing:
         what = "no Pallas Triton backend" if plgpu is None else f"no Triton {', '.join(missing)}"
         raise NoKernelError(
             f"JAX {jax.__version__} has {what}, which the kernels need; accepted: "

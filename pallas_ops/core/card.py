@@ -29,17 +29,9 @@ class Card:
 
 # Bytes of shared memory by capability; https://docs.nvidia.com/cuda/cuda-c-programming-guide
 SHARED_MEMORY = {
-    80: 166_912,
-    86: 101_376,
-    87: 166_912,
-    89: 101_376,
-    90: 232_448,
-    100: 232_448,
-    103: 232_448,
-    107: 232_448,
-    110: 232_448,
-    120: 101_376,
-    121: 101_376,
+    **dict.fromkeys((86, 89, 120, 121), 101_376),
+    **dict.fromkeys((80, 87), 166_912),
+    **dict.fromkeys((90, 100, 103, 107, 110), 232_448),
 }
 # Capability and multiprocessors by a part of the name, for GPUs that are not there.
 KNOWN = {
@@ -150,10 +142,9 @@ def target_gpu(kind: str) -> Iterator[None]:
     checks.instance("kind", kind, str)
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        info = getattr(plgpu, "get_gpu_info", None)  # JAX 0.10.2 has none, and needs none
+        info = getattr(plgpu, "get_gpu_info", lambda: None)  # JAX 0.10.2 needs none
         try:
-            if info is not None:
-                info()
+            info()
         except ValueError:
             raise ValueError(
                 f"{checks.shown('kind', kind)}; accepted: a GPU that JAX {jax.__version__} knows "

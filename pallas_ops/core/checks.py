@@ -100,9 +100,8 @@ def axis_name(value: Any) -> tuple[str, ...] | None:
 
 def integer(name: str, value: Any, *, least: int) -> int:
     if not is_index(value) or operator.index(value) < least:
-        raise (ValueError if is_index(value) else TypeError)(
-            f"{shown(name, value)}; accepted: an int >= {least}"
-        )
+        error = ValueError if is_index(value) else TypeError
+        raise error(f"{shown(name, value)}; accepted: an int >= {least}")
     return operator.index(value)
 
 

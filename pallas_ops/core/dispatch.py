@@ -22,6 +22,7 @@ from pallas_ops.core import backend, card, launch, vary
 
 Implementation = Literal["triton", "xla", "interpret"]
 Arrays = Sequence[jax.Array]
+Run = Callable[..., tuple[jax.Array, ...]]  # of arrays, absent ones None, and static keywords
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,14 +40,14 @@ class Op:
     """
 
     name: str
-    kernel: Callable[..., tuple[jax.Array, ...]]
-    reference: Callable[..., tuple[jax.Array, ...]]
+    kernel: Run
+    reference: Run
     operands: tuple[str, ...]
     results: tuple[str, ...]
     unsharded: tuple[str, ...]  # axes that every device needs in full
     summed: tuple[str, ...] | None = None  # per result: axes whose shards hold partial sums
     added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): only the axis' first shard adds
-    shards: tuple[str, Callable[..., tuple[jax.Array, ...]]] | None = None
+    shards: tuple[str, Run] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +77,16 @@ class Bound:
             outs = [f"v{i} {a}" for a in outs]
         return ins, outs
 
-    def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self, function: Run) -> Run:
         """`function` of all operands and the static arguments, as one of the present operands."""
         return lambda *xs: function(*self.fill(xs), **dict(self.static))
 
-    def mapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def mapped(self, function: Run) -> Run:
         """`called`, vmapped by JAX's own rules."""
         return functools.reduce(_vmap, self.levels, self.called(function))
 
     def reference(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
-        results: tuple[jax.Array, ...] = self.mapped(self.op.reference)(*xs)
-        return results
+        return self.mapped(self.op.reference)(*xs)
 
     def kernel(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
         if not all(x.size for x in xs):  # a vmapped axis of size 0
@@ -103,15 +103,14 @@ class Bound:
         # No kernel has 64-bit numbers; under JAX's x64 mode those that it makes would be.
         with launch.interpreted(self.implementation == "interpret"), jax.enable_x64(False):
             card.require()
-            results: tuple[jax.Array, ...] = call(*xs)
-        return results
+            return call(*xs)
 
 
 def _has_b(axes: str) -> bool:
     return axes.split(maxsplit=1)[0] == "b"
 
 
-def _fold(call: Callable[..., Any], batched: Sequence[bool]) -> Callable[..., Any]:
+def _fold(call: Run, batched: Sequence[bool]) -> Run:
     def folded(*xs: jax.Array) -> tuple[jax.Array, ...]:
         size = next(x.shape[0] for x, b in zip(xs, batched, strict=True) if b)
         flat = [x.reshape(-1, *x.shape[2:]) if b else x for x, b in zip(xs, batched, strict=True)]
@@ -120,7 +119,7 @@ def _fold(call: Callable[..., Any], batched: Sequence[bool]) -> Callable[..., An
     return folded
 
 
-def _vmap(call: Callable[..., Any], batched: Sequence[bool]) -> Callable[..., Any]:
+def _vmap(call: Run, batched: Sequence[bool]) -> Run:
     return jax.vmap(call, in_axes=[0 if b else None for b in batched])
 
 
@@ -149,14 +148,12 @@ def _result_shapes(bound: Bound, *structs: jax.ShapeDtypeStruct) -> list[Any]:
     return list(jax.eval_shape(bound.reference, *structs))
 
 
-@functools.lru_cache(maxsize=1024)
-def _jitted(bound: Bound) -> Callable[..., Any]:
-    return jax.jit(lambda *xs: dispatch_p.bind(*xs, bound=bound))
+_jitted = jax.jit(dispatch_p.bind, static_argnames="bound")
 
 
 def _eager(*xs: jax.Array, bound: Bound) -> Any:
     with jax.disable_jit(False):
-        return _jitted(bound)(*xs)
+        return _jitted(*xs, bound=bound)
 
 
 dispatch_p.def_impl(_eager)
@@ -184,7 +181,7 @@ def _lower_elsewhere(*xs: jax.Array, bound: Bound) -> tuple[jax.Array, ...]:
     return bound.reference(*xs)
 
 
-def _rule(run: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
+def _rule(run: Run) -> Callable[..., Any]:
     """Lowers `run` on arrays of plain types.
 
     What is lowered does not say what varies over which mesh axes (`jax.shard_map`): the interpreter

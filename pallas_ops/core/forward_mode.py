@@ -16,7 +16,7 @@ mark_p = Primitive("pallas_ops_reverse_mode_only")
 tangent_p = Primitive("pallas_ops_tangent")
 
 
-def refuse(op: str, *xs: jax.Array | None) -> tuple[jax.Array | None, ...]:
+def refuse(op: str, *xs: jax.Array | None) -> tuple[Any, ...]:
     """The arrays as they are; a TypeError that names `op` where their tangents are computed."""
     return tuple(
         mark_p.bind(x, op=op) if x is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -48,5 +48,5 @@ tangent_p.def_impl(_raise)
 tangent_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_raise, multiple_results=False))
 # Only forward mode batches tangents (jax.jacfwd); reverse mode transposes them first.
-batching.primitive_batchers[tangent_p] = lambda *_, op: _raise(op=op)
+batching.primitive_batchers[tangent_p] = _raise
 ad.deflinear2(tangent_p, lambda ct, _, **__: [ct])

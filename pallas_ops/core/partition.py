@@ -6,10 +6,11 @@ one), `custom_vmap` (records the batched operands), `custom_partitioning` (free 
 under jit), and the dispatch primitive.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ops.core import dispatch, vary
-from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op
+from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op, Run
 from pallas_ops.core.layout import Axes, named, spec, split_of
+
+T = TypeVar("T", bound=jax.Array | None)
 
 
 def call(
@@ -31,8 +34,11 @@ def call(
 ) -> tuple[jax.Array, ...]:
     """Runs `op`; the arrays vary over the same mesh axes (`vary.unify`).
 
-    `alone`: the arrays are those of one device, and nothing here is differentiated.
+    `alone`: the arrays are those of one device, and nothing here is differentiated. "xla" is the
+    reference as it stands, which JAX differentiates.
     """
+    if implementation == "xla":
+        return op.reference(*operands, **static)
     present = tuple(x is not None for x in operands)
     bound = Bound(op, implementation, tuple(sorted(static.items())), present)
     run = _vmapped(bound, alone=True) if alone else _differentiable(bound)
@@ -40,7 +46,7 @@ def call(
 
 
 @functools.lru_cache(maxsize=1024)
-def _differentiable(bound: Bound) -> Callable[..., Any]:
+def _differentiable(bound: Bound) -> Run:
     @jax.custom_vjp
     def run(*xs: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(_vmapped(bound)(*xs))
@@ -56,14 +62,12 @@ def _differentiable(bound: Bound) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _vmapped(bound: Bound, *, alone: bool = False) -> Callable[..., Any]:
-    partitioned = partial(_bind, bound) if alone else _partitioned(bound)
-
+def _vmapped(bound: Bound, *, alone: bool = False) -> Run:
     @custom_vmap
     def run(*xs: jax.Array) -> Any:
-        if any(map(is_explicit, xs)) and not alone:
+        if not alone and any(map(is_explicit, xs)):
             return _explicit(bound, xs)
-        return _bind(bound, *xs) if _is_partly_manual() else partitioned(*xs)
+        return _bind(bound, *xs) if alone or _is_partly_manual() else _partitioned(bound)(*xs)
 
     @run.def_vmap
     def _(_: int, batched: Sequence[bool], *xs: jax.Array) -> Any:
@@ -73,7 +77,7 @@ def _vmapped(bound: Bound, *, alone: bool = False) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _partitioned(bound: Bound) -> Callable[..., Any]:
+def _partitioned(bound: Bound) -> Run:
     ins, outs = bound.axes()
     names = dict.fromkeys(name for axes in ins for name in axes.split())  # in Shardy's order
 
@@ -110,7 +114,7 @@ def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
     mesh, *others = {s.mesh for s in shardings if not s.mesh.empty}
     if others:
         raise ValueError(f"operands are sharded over the meshes {[mesh, *others]}; accepted: one")
-    mapped: Callable[..., tuple[jax.Array, ...]] = jax.shard_map(
+    mapped: Run = jax.shard_map(
         _per_device(bound, split),
         mesh=mesh,
         in_specs=tuple(spec(split, axes) for axes in ins),
@@ -119,8 +123,7 @@ def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
     )
     to = (NamedSharding(mesh, spec(split, axes)) for axes in ins)
     results = mapped(*map(jax.sharding.reshard, xs, to))
-    unified: tuple[Any, ...] = vary.unify(*results, *xs)
-    return unified[: len(results)]
+    return vary.unify(*results, *xs)[: len(results)]
 
 
 def _is_partly_manual() -> bool:
@@ -133,42 +136,34 @@ def _is_partly_manual() -> bool:
     return bool(mesh.manual_axes) and AxisType.Auto in mesh.axis_types
 
 
-def is_explicit(x: "jax.Array | TypeOf") -> bool:
-    """Whether the type says how the array is sharded."""
-    sharding = x.sharding if isinstance(x, TypeOf) else jax.typeof(x).sharding
-    return AxisType.Explicit in sharding.mesh.axis_types
-
-
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class TypeOf:
     """What `reshard_like` needs of an operand, for a rule that would save it for nothing else."""
 
-    def __init__(self, x: jax.Array) -> None:
-        self.sharding = jax.typeof(x).sharding
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TypeOf) and self.sharding == other.sharding
-
-    def __hash__(self) -> int:
-        return hash(self.sharding)
+    sharding: Any  # of `jax.typeof(operand)`
 
 
-def reshard_like(
-    xs: Sequence[jax.Array | None], operands: Sequence[jax.Array | TypeOf | None]
-) -> tuple[jax.Array | None, ...]:
-    """`xs` with the operands' shardings, where those are of their types: as gradients must be."""
-    types = (x if isinstance(x, TypeOf) else None if x is None else TypeOf(x) for x in operands)
-    return tuple(
-        jax.sharding.reshard(x, of.sharding)
-        if x is not None and of is not None and is_explicit(of)
-        else x
-        for x, of in zip(xs, types, strict=False)
-    )
+def is_explicit(x: jax.Array | TypeOf) -> bool:
+    """Whether the type says how the array is sharded."""
+    return AxisType.Explicit in _sharding(x).mesh.axis_types
+
+
+def _sharding(x: jax.Array | TypeOf) -> Any:
+    return x.sharding if isinstance(x, TypeOf) else jax.typeof(x).sharding
+
+
+def reshard_like(x: T, operand: jax.Array | TypeOf | None) -> T:
+    """`x` with the operand's sharding, where that is of its type: as a gradient must have it."""
+    if x is None or operand is None or not is_explicit(operand):
+        return x
+    resharded: T = jax.sharding.reshard(x, _sharding(operand))
+    return resharded
 
 
 def gathered(x: jax.Array, axis: int) -> jax.Array:
     """`x`, whose `axis` is split over no explicit mesh axes any more."""
-    sharding = jax.typeof(x).sharding
+    sharding = _sharding(x)
     if not is_explicit(x) or sharding.spec[axis] is None:
         return x
     spec = [None if i == axis else entry for i, entry in enumerate(sharding.spec)]
@@ -180,9 +175,9 @@ def _bind(bound: Bound, *xs: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(dispatch.dispatch_p.bind(*xs, bound=bound))
 
 
-def _per_device(bound: Bound, split: Mapping[str, Axes]) -> Callable[..., tuple[jax.Array, ...]]:
+def _per_device(bound: Bound, split: Mapping[str, Axes]) -> Run:
     """The call on a device's arrays; what shards exchange is mapped over by JAX's own rules."""
-    on_shard: Callable[..., Arrays] = partial(_bind, bound)
+    on_shard: Run = partial(_bind, bound)
     if bound.op.shards is not None and bound.op.shards[0] in split:
         axis, of_shard = bound.op.shards
         run = partial(call, implementation=bound.implementation, alone=True)

@@ -1,5 +1,7 @@
 """What the shards of an axis exchange: inside `jax.shard_map`, or in one device's program."""
 
+from typing import Any
+
 import jax
 from jax import lax
 
@@ -19,10 +21,10 @@ def is_replicated(x: jax.Array, axis_name: Names) -> bool:
     return checked(axis_name) and vary.axes(x).isdisjoint(axis_name)
 
 
-def unify(
-    axis_name: Names, x: jax.Array, y: jax.Array | None
-) -> tuple[jax.Array | None, jax.Array | None]:
+def unify(axis_name: Names | None, x: jax.Array, y: jax.Array | None) -> tuple[Any, ...]:
     """`vary.unify`, but what all shards have stays so: then its gradient is no sum over them."""
+    if axis_name is None:
+        return vary.unify(x, y)
     names = vary.axes(x, y, lax.axis_index(axis_name))
     known = y is not None and is_replicated(y, axis_name)
     return vary.over(x, names), vary.over(y, names - set(axis_name) if known else names)

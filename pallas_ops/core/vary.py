@@ -13,7 +13,7 @@ def axes(*values: Any) -> frozenset[str]:
     return frozenset[str]().union(*(t.varying for t in types if t is not None))
 
 
-def unify(*xs: jax.Array | None) -> tuple[jax.Array | None, ...]:
+def unify(*xs: jax.Array | None) -> tuple[Any, ...]:
     """Makes all arrays vary over the same axes; the transpose is the sum that replication needs."""
     union = axes(*xs)
     return tuple(over(x, union) for x in xs)

@@ -1,15 +1,12 @@
 """Which calls kernels take: positions, rows and columns of a `View` are counted in 32 bits."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.dispatch import Implementation, Run
 from pallas_ops.core.implementations import LONGEST, kernel_or_reference
-
-Run = Callable[..., Any]
 
 
 def implementation_for(
@@ -21,13 +18,11 @@ def implementation_for(
 ) -> Implementation | None:
     """The reference for what no kernel takes, else as asked; `sizes`: of other operands."""
     sizes |= {f"axis {i}": size for i, size in enumerate(shape)}
+    outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+    sizes |= {"all before it": outer, "all behind it": inner}
     for dtype in dtypes:
         implementation = kernel_or_reference(implementation, dtype, sizes)
-    if implementation == "xla":
-        return implementation
-    outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-    sides = {"all before it": outer, "all behind it": inner}
-    return kernel_or_reference(implementation, dtypes[0], sides)
+    return implementation
 
 
 def unless_too_many_rows(kernel: Run, reference: Run) -> Run:

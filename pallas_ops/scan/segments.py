@@ -2,8 +2,7 @@
 
 One launch finds the total of each segment. Another one scans the tiles of each segment, starting
 from the sum of the totals before it. Where a column has few segments, each program adds these
-totals up on its own; where it has many, a small launch between the two scans them. No program waits
-for another, so the order in which programs start does not matter.
+totals up on its own; where it has many, a small launch between the two scans them.
 
 A total is a pair (p, w), which stands for w * exp(p). Totals are arrays [b, c, count]: those of a
 column lie side by side.

@@ -69,14 +69,12 @@ class Ranges:
         """Index and mask, both of one shape: [ranges, columns], or a tile's."""
         if isinstance(position, int):
             position = jnp.full_like(self.number, position)
-        parts = [self.row, self.column, self.inside]
+        row, column, inside = self.row, self.column, self.inside
         if position.ndim == 4:  # the mask of a tile leaves slots without a range out
-            parts = [x if x is None else per_range(x) for x in parts]
+            row, column = per_range(row), per_range(column)
+            inside = None if inside is None else per_range(inside)
         else:
             mask = both(mask, self.there)
-        row, column, inside = parts
-        assert row is not None
-        assert column is not None
         mask = both(mask, inside)
         shape = jnp.broadcast_shapes(position.shape, row.shape, column.shape)
         if mask is not None:

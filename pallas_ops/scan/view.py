@@ -70,10 +70,9 @@ class View:
 
     @property
     def mirrored(self) -> bool:
-        """Whether tiles lie as in memory and are scanned from their end, for a reversed last axis.
+        """Whether tiles lie as in memory and are scanned from their end: for a reversed last axis.
 
-        Elsewhere reversal is in the index, where it costs nothing; along a last axis it would turn
-        loads of 16 bytes into loads of single numbers.
+        Elsewhere reversal is in the index; there it would make loads of 16 bytes single numbers'.
         """
         return self.reverse and self.s.c == 1
 

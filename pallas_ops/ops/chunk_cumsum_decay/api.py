@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_ops.core import checks, forward_mode, implementations, shards, vary
+from pallas_ops.core import checks, forward_mode, implementations, shards
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.dtypes import wide
 from pallas_ops.core.shards import AxisName
@@ -99,7 +99,7 @@ def prepare(
     factor = checks.scale("scale", scale, wide(x.dtype))
     number, factor = (None, factor) if isinstance(factor, jax.Array) else (factor, None)
     names = checks.axis_name(axis_name)
-    num_shards = 1 if names is None else jax.lax.axis_size(names)
+    num_shards = jax.lax.axis_size(names or ())
     facts = signature(x), signature(bounds), number, _dtype(dtype), names, num_shards
     return _check(*facts, *static), x, bounds, factor
 
@@ -193,9 +193,8 @@ def evaluate(
         return (sums * factor.astype(full)).astype(params.dtypes[1])
     edges, names = None, params.axis_name
     if cu_seqlens is not None:
-        num_shards = 1 if names is None else jax.lax.axis_size(names)
-        edges = edges_of(cu_seqlens, x.shape[params.axis] * num_shards)
-    operands: Any = vary.unify(x, edges) if names is None else shards.unify(names, x, edges)
+        edges = edges_of(cu_seqlens, x.shape[params.axis] * jax.lax.axis_size(names or ()))
+    operands = shards.unify(names, x, edges)
     if params.implementation == "xla":
         return vjp.evaluate(params, *operands)
     operands = forward_mode.refuse("chunk_cumsum_decay", *operands)

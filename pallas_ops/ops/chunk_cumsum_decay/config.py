@@ -131,12 +131,6 @@ def choose(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
     return dataclasses.replace(_choose_tiles(part, card), num_segments=num_segments)
 
 
-def _vector(s: Sizes) -> int:
-    """Numbers that a lane can load at once."""
-    most = MAX_VECTOR // s.itemsize
-    return most if s.c == 1 else min(most, s.c & -s.c)
-
-
 def _usual(s: Sizes) -> tuple[int, int]:
     """Columns of a tile, and positions of a warp's."""
     block_c = min(power_of_two(s.c), LINE_BYTES // s.itemsize)
@@ -157,11 +151,13 @@ def _choose_tiles(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
         programs *= 2
     elements = block_n * num_chunks * block_c
     num_warps = max(1, elements // per_warp)
+    vector = MAX_VECTOR // s.itemsize  # numbers that a lane can load at once
+    vector = vector if s.c == 1 else min(vector, s.c & -s.c)
     while (
-        num_warps < MAX_WARPS and programs * (num_warps if s.c > NARROW else 1) < 3 * card.num_sms
+        num_warps < MAX_WARPS
+        and programs * (num_warps if s.c > NARROW else 1) < 3 * card.num_sms
+        and elements // (32 * num_warps) > 2 * vector
     ):
-        if elements // (32 * num_warps) <= 2 * _vector(s):
-            break
         num_warps *= 2
     if s.c <= NARROW:
         one_tile = s.size <= block_n

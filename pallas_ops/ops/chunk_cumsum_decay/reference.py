@@ -22,7 +22,7 @@ def accumulate(
     y = gathered(x, params.axis).astype(wide(x.dtype))
     y = y if params.scale is None else y * params.scale
     y = _regular(y, carry, params) if edges is None else _packed(y, edges, carry, params)
-    return reshard_like((y.astype(params.dtypes[1]),), (x,))  # type: ignore[return-value]
+    return (reshard_like(y.astype(params.dtypes[1]), x),)
 
 
 def _regular(y: jax.Array, carry: jax.Array | None, p: Params) -> jax.Array:

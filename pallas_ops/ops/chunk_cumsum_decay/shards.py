@@ -10,13 +10,13 @@ All this goes in the direction of the sum: in reverse a shard begins at its end.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import shards, vary
+from pallas_ops.core.dispatch import Run
 from pallas_ops.core.dtypes import wide
 from pallas_ops.core.shards import Names
 from pallas_ops.ops.chunk_cumsum_decay.config import Params
@@ -24,14 +24,14 @@ from pallas_ops.ops.chunk_cumsum_decay.reference import among
 
 
 def accumulate(
-    sums: Callable[..., tuple[jax.Array]],
+    sums: Run,
     axis_name: Names,
     x: jax.Array,
     edges: jax.Array | None,
     _: None,
     *,
     params: Params,
-) -> tuple[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """The shard's part of the sums; `edges` are those of all of the axis."""
     axis, size, n = params.axis, params.chunk_size, x.shape[params.axis]
     whole, start = n * lax.axis_size(axis_name), n * lax.axis_index(axis_name)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from pallas_ops.core import checks
-from pallas_ops.core.dispatch import Op
+from pallas_ops.core.dispatch import Op, Run
 from pallas_ops.core.partition import TypeOf, call, reshard_like
 from pallas_ops.core.shards import Names
 from pallas_ops.ops.chunk_cumsum_decay import kernel, reference, shards
@@ -35,41 +35,36 @@ def op(name: str, before: int, after: int) -> Op:
     )
 
 
-def _alone(run: Any, x: jax.Array, *others: Any, params: Params) -> Any:
+def _alone(run: Run, x: jax.Array, *others: Any, params: Params) -> tuple[jax.Array, ...]:
     """The sums of what one device has."""
     axis = params.axis
     return run(op(params.name, axis, x.ndim - axis - 1), x, *others, params=params)
 
 
-def _of_shard(run: Any, mesh_axes: Names, *operands: Any, params: Params) -> Any:
+def _of_shard(run: Run, mesh_axes: Names, *operands: Any, params: Params) -> tuple[jax.Array, ...]:
     return shards.accumulate(partial(_alone, run), mesh_axes, *operands, params=params)
 
 
 def evaluate(params: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
-    """The sums, differentiated by JAX: those of the reference can be."""
-    run: Any = partial(call, implementation=params.implementation)
-    if params.implementation == "xla":
-        run = lambda op, *operands, **static: op.reference(*operands, **static)  # noqa: E731
-    names = params.axis_name
-    sums = partial(_alone, run) if names is None else partial(_of_shard, run, names)
-    return sums(x, edges, None, params=params)[0]  # type: ignore[no-any-return]
+    """The sums of [b, ..., n, ...], differentiated by JAX: those of the reference can be."""
+    run = partial(call, implementation=params.implementation)
+    if params.axis_name is None:
+        return _alone(run, x, edges, None, params=params)[0]
+    return _of_shard(run, params.axis_name, x, edges, None, params=params)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def accumulate(params: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
-    """The sums of [b, ..., n, ...]."""
-    return evaluate(params, x, edges)
+accumulate = jax.custom_vjp(evaluate, nondiff_argnums=(0,))
 
 
 def _forward(params: Params, x: jax.Array, edges: Any):  # type: ignore[no-untyped-def]
-    return accumulate(params, x, edges), (TypeOf(x), edges)
+    return accumulate(params, x, edges), (TypeOf(jax.typeof(x).sharding), edges)
 
 
 def _backward(params: Params, saved, do):  # type: ignore[no-untyped-def]
     checks.axis_name(params.axis_name)  # JAX forgets that of a `jax.vmap` before this rule runs
     x, edges = saved
     dx = accumulate(params.transposed(), do, edges)
-    return *reshard_like((dx,), (x,)), None
+    return reshard_like(dx, x), None
 
 
 accumulate.defvjp(_forward, _backward)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_ops.core import checks, forward_mode, implementations, shards, vary
+from pallas_ops.core import checks, forward_mode, implementations, shards
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import cached, signature
@@ -168,9 +168,7 @@ def evaluate(
     axis = params.axis
     if initial is not None:
         initial = reference.initial_state(initial, x, axis, params.clip)
-    operands: Any = vary.unify(x, initial)
-    if params.axis_name is not None:
-        operands = shards.unify(params.axis_name, x, initial)
+    operands = shards.unify(params.axis_name, x, initial)
     if params.implementation == "xla":
         out, final = vjp.evaluate(params, *operands)
         return out, jnp.expand_dims(final, axis)

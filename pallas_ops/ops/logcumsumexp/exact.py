@@ -117,15 +117,15 @@ def _states(x: jax.Array, before: State, mirrored: bool) -> Pair:
     p = finite(x)
     start = before.pivot[:, None], before.total[:, None]  # beside [ranges, groups, columns]
     axis = GROUPS if x.shape[STEPS] == 1 else STEPS
-    own = scan(joined, (p, exp2((x - p) * LOG2E)), axis=axis, reverse=mirrored)
+    own: Any = scan(joined, (p, exp2((x - p) * LOG2E)), axis=axis, reverse=mirrored)
     if axis == STEPS and x.shape[GROUPS] > 1:
         top = finite(largest_in_lane(x))
         total = exp2((x - top[None]) * LOG2E).sum(axis=STEPS)
         nothing = jnp.full_like(top, -HUGE), jnp.zeros_like(total)
-        own_groups = top, total
-        groups = exclusive_scan(joined, nothing, own_groups, axis=GROUPS - 1, reverse=mirrored)
-        start = join(start, (groups[0], groups[1]))
-    return join((start[0][None], start[1][None]), (own[0], own[1]))
+        groups = top, total
+        earlier: Any = exclusive_scan(joined, nothing, groups, axis=GROUPS - 1, reverse=mirrored)
+        start = join(start, earlier)
+    return join((start[0][None], start[1][None]), own)
 
 
 def _after(state: State, x: jax.Array) -> State:

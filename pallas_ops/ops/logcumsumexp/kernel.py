@@ -40,21 +40,17 @@ from pallas_ops.scan.view import MAX_VECTOR
 
 
 def forward(
-    x: jax.Array, initial: jax.Array | None, total: jax.Array | None, *, params: Params, save: bool
+    x: jax.Array, *given: jax.Array | None, params: Params, save: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Output and final state; to save: pivots and totals before each tile and after the last.
-
-    With a `total`, `initial` is the pivot that it is relative to.
-    """
+    """Output and final state; to save: pivots and totals before each tile and after the last."""
     plan = plan_of(x, params)
     s, sizes = plan.view.s, (1, *[plan.num_tiles + 1] * (2 * save))
-    given: Any = (None if y is None else y.reshape(s.b, 1, s.c) for y in (initial, total))
     view = x.reshape(s.b, s.n, s.c)
     before = segments.prepared(s, partial(_totals, plan, view))
     out, final, *saved = launch(
         partial(_forward_kernel, plan=plan, save=save),
         view,
-        *given,
+        *(None if y is None else y.reshape(s.b, 1, s.c) for y in given),
         *before,
         name="logcumsumexp",
         grid=plan.view.grid,
@@ -64,6 +60,9 @@ def forward(
     outer, inner = x.shape[: params.axis], x.shape[params.axis + 1 :]
     saved = [y.reshape(*outer, -1, *inner) for y in saved]
     return out.reshape(x.shape), final.reshape(*outer, *inner), *saved
+
+
+saving = partial(forward, save=True)
 
 
 def totals(x: jax.Array, *, params: Params) -> Pair:

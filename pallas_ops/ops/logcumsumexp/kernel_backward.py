@@ -57,7 +57,7 @@ def backward(
     return dx.reshape(x.shape), dinitial.reshape(shape)
 
 
-def totals(
+def backward_totals(
     x: jax.Array, do: jax.Array, saved_p: jax.Array, saved_s: jax.Array, *, params: Params
 ) -> tuple[jax.Array]:
     """The gradient of the total before the first tile, without that of the final state."""

@@ -6,6 +6,7 @@ behind two leading -inf.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -49,20 +50,23 @@ def initial_state(
 
 
 def forward(
-    x: jax.Array, initial: jax.Array | None, total: jax.Array | None, *, params: Params, save: bool
+    x: jax.Array, *given: jax.Array | None, params: Params, save: bool = False
 ) -> tuple[jax.Array, ...]:
     """Output and final state; to save: pivots and totals before each tile and after the last.
 
-    States are in float32 (float64), the final one without the axis. With a `total`, `initial` is
-    the pivot that it is relative to, and no logarithm.
+    States are in float32 (float64), the final one without the axis. What is given: the initial
+    state, if any, and None; or a pivot and a total.
     """
     axis, numbers = params.axis, _numbers(x, params)
-    start = _start(numbers, initial, total)
+    start = _start(numbers, *given)
     emit = lambda _, state: (state.log, *state[: 2 * save])  # noqa: E731
     last, (out, *states) = _scan(start, (numbers,), emit, params.reverse)
-    result: Any = reshard_like((jnp.moveaxis(out, 0, axis).astype(x.dtype),), (x,))
+    result = reshard_like(jnp.moveaxis(out, 0, axis).astype(x.dtype), x)
     pairs = zip(start, states, strict=False)
-    return *result, last.log, *(_at_tiles(first, y, params) for first, y in pairs)
+    return result, last.log, *(_at_tiles(first, y, params) for first, y in pairs)
+
+
+saving = partial(forward, save=True)
 
 
 def totals(x: jax.Array, *, params: Params) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +81,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array]:
     """dx, and the gradient of the initial state, from the states that `forward` saved."""
     dx, total, dtotal = _pulled(x, do, dfinal, *saved, params=params)
-    return *reshard_like((dx,), (x,)), total * dtotal  # type: ignore[return-value]
+    return reshard_like(dx, x), total * dtotal
 
 
 def backward_totals(
@@ -94,7 +98,7 @@ def _pulled(
     pivot, total = (lax.index_in_dim(y, 0, params.axis, keepdims=False) for y in saved)
     dfinal = jnp.zeros_like(total) if dfinal is None else dfinal
     x, do = (gathered(y, params.axis) for y in (x, do))
-    run = lambda x, total: forward(x, pivot, total, params=params, save=False)  # noqa: E731
+    run = lambda x, total: forward(x, pivot, total, params=params)  # noqa: E731
     dx, dtotal = jax.vjp(run, x, total)[1]((do, dfinal))
     return dx, total, dtotal
 
@@ -197,8 +201,7 @@ def _start(
         return State(pivot, total, stop_gradient(jnp.zeros_like(total)))
     like = numbers.sum(0)  # for its type alone: its values are not used
     lowest, zero = pair_of_nothing(like)
-    varying: Any = vary.unify(lowest, zero, zero, like)
-    return State(*varying[:3])
+    return State(*vary.unify(lowest, zero, zero, like)[:3])
 
 
 def pair_of_nothing(like: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,56 +8,36 @@ factor overflows. Nothing goes through a logarithm, which would lose the digits 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import shards, vary
-from pallas_ops.core.dispatch import Op
 from pallas_ops.ops.logcumsumexp.config import Params
 from pallas_ops.ops.logcumsumexp.reference import State, finite, pair_of, pair_of_nothing
 from pallas_ops.scan.segments import Pair, added
 
 
-class Ops(NamedTuple):
-    """The passes over an axis, and the sums that shards exchange before them."""
-
-    totals: Op
-    forward: Op
-    saving: Op
-    backward_totals: Op
-    backward: Op
-
-
-class States(NamedTuple):
-    """The pair that the first shard starts from, and those of all shards, in order [shards, ..]."""
-
-    start: Pair
-    shards: Pair
-
-
 class Shard:
     """One of the shards of an axis, which are numbered in the order of the sum.
 
-    `run(op, *operands)` is an op on this shard alone.
+    `run(name, *operands)` is a pass (`vjp.op`) on this shard alone.
     """
 
-    def __init__(
-        self, ops: Ops, run: Callable[..., Any], axis_name: shards.Names, params: Params
-    ) -> None:
-        self.ops, self.run, self.axis_name, self.params = ops, run, axis_name, params
+    def __init__(self, run: Callable[..., Any], axis_name: shards.Names, params: Params) -> None:
+        self.run, self.axis_name, self.params = run, axis_name, params
         self.number, self.count = shards.order(axis_name, reverse=params.reverse)
 
     def forward(
         self, x: jax.Array, *given: jax.Array | None, save: bool = False
     ) -> tuple[jax.Array, ...]:
         """Output and final state, from what the op is given; to save: the states of tiles."""
-        own = self.run(self.ops.totals, x)
+        own = self.run("totals", x)
         start = _start(own, *given)
-        states = States(start, self._exchanged(own, start))
-        return self._scan(self.ops.saving if save else self.ops.forward, x, states)
+        name = "saving" if save else "forward"
+        return self._scan(name, x, start, self._exchanged(own, start))
 
     def forward_saving_shards(
         self, x: jax.Array, *given: jax.Array | None
@@ -66,10 +46,10 @@ class Shard:
 
         They take the places of the tiles' states, if there are enough; else the first one does.
         """
-        own, axis = self.run(self.ops.totals, x), self.params.axis
+        own, axis = self.run("totals", x), self.params.axis
         start = _settled(_start(own, *given))
-        states = States(start, _settled(self._exchanged(own, start)))
-        out, final, *_ = self._scan(self.ops.saving, x, _settled(states))
+        states = start, _settled(self._exchanged(own, start))
+        out, final, *_ = self._scan("saving", x, *_settled(states))
         slots = 1 - (-x.shape[axis] * self.count // self.params.block_n)
 
         def in_slots(start: jax.Array, others: jax.Array) -> jax.Array:
@@ -90,10 +70,10 @@ class Shard:
             others = (lax.slice_in_dim(y, 1, self.count + 1, axis=axis) for y in saved)
             every_p, every_t = (jnp.moveaxis(y, axis, 0) for y in others)
         else:
-            own = self.run(self.ops.totals, x)
+            own = self.run("totals", x)
             every_p, every_t = _settled(self._exchanged(own, (p, t)))
-        states = _settled(States((p, t), (every_p, every_t)))
-        _, _, *tiles = self._scan(self.ops.saving, x, states)
+        states = _settled(((p, t), (every_p, every_t)))
+        _, _, *tiles = self._scan("saving", x, *states)
         return self.backward(x, do, dfinal, *tiles)
 
     def backward(
@@ -105,14 +85,14 @@ class Shard:
             for at in (0, -1)
         )
         is_last, numbers = self.number == self.count - 1, jnp.arange(self.count)
-        (u,) = self.run(self.ops.backward_totals, x, do, *saved)
+        (u,) = self.run("backward_totals", x, do, *saved)
         dfinal = jnp.zeros_like(u) if dfinal is None else dfinal
         end = jnp.where(last_t == 0, 0, dfinal / jnp.where(last_t == 0, 1, last_t))
         u = jnp.where(is_last, u + end * jnp.exp(p - last_p), u)
         p, t, u = self._gathered(p, t, u)
         after = _below(last_p, p, u, numbers > self.number) * finite(last_t)
         dlast = jnp.where(is_last, dfinal, after)
-        dx, _ = self.run(self.ops.backward, *vary.unify(x, do, dlast, *saved))
+        dx, _ = self.run("backward", *vary.unify(x, do, dlast, *saved))
         return dx, t[0] * _below(p[0], p, u, numbers >= 0)
 
     def _exchanged(self, own: Pair, start: Pair) -> Pair:
@@ -122,20 +102,22 @@ class Shard:
         p, t = self._gathered(*_choose(self.number == 0, first, own))
         return p, t
 
-    def _scan(self, op: Op, x: jax.Array, states: States) -> tuple[jax.Array, ...]:
-        """The results of the shard; the final state is that of all shards, on each of them."""
-        p, t = states.shards
+    def _scan(self, name: str, x: jax.Array, start: Pair, states: Pair) -> tuple[jax.Array, ...]:
+        """The results of the shard; the final state is that of all shards, on each of them.
+
+        From the pair that the first shard starts from, and those of all, in order [shards, ..].
+        """
+        p, t = states
         earlier = _along(jnp.arange(self.count) < self.number, p)
         before = added(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
-        operands: Any = vary.unify(x, *_choose(self.number == 0, states.start, before))
-        out, _, *saved = self.run(op, *operands)
+        operands = vary.unify(x, *_choose(self.number == 0, start, before))
+        out, _, *saved = self.run(name, *operands)
         final = added((p, t), axis=0)
         return out, State(*final, final[1]).log, *saved
 
     def _gathered(self, *xs: jax.Array) -> list[jax.Array]:
         """Each of xs, of all shards, along a new first axis."""
-        stacked: Any = vary.unify(*xs)
-        every = shards.gather(jnp.stack(stacked), self.axis_name)
+        every = shards.gather(jnp.stack(vary.unify(*xs)), self.axis_name)
         every = every[::-1] if self.params.reverse else every
         return [every[:, i] for i in range(len(xs))]
 

@@ -1,9 +1,6 @@
 """What a program of logcumsumexp loads, and the state that it carries from tile to tile.
 
-A log-sum-exp is stored as pivot + log(total), with a finite pivot and total = sum exp(x - pivot).
-So it is exact however large the numbers are. From tile to tile there is also the compensation term
-of the sum (Kahan): very many small numbers behind a large one are not lost.
-
+The state is that of `reference.State`, with a finite pivot: exact however large the numbers are.
 Values of a range and column are arrays [ranges, columns]; those of a tile are
 [steps, ranges, groups, columns].
 """
@@ -19,6 +16,7 @@ from pallas_ops.core import fastmath, launch
 from pallas_ops.core.fastmath import LOG2E, exp2, larger, log2, multiply_add, reciprocal
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp.config import Plan, num_steps
+from pallas_ops.ops.logcumsumexp.reference import clamp
 from pallas_ops.scan.running import GROUPS, STEPS
 from pallas_ops.scan.segments import Pair
 from pallas_ops.scan.tile import Ranges, Tile, loop, per_range
@@ -79,11 +77,7 @@ def compensated(total: jax.Array, error: jax.Array, x: jax.Array) -> tuple[jax.A
 
 
 def raised(x: jax.Array, pivot: jax.Array) -> jax.Array:
-    """The pivot, or x where that is larger by more than 1.
-
-    So from tile to tile a pivot mostly stays what it is, and what is below it takes a factor of
-    exactly 1, or of at most 1 / e: the rounding errors of many factors would add up.
-    """
+    """The pivot, or x where that is larger by more than 1 (`reference._sum` says why)."""
     return jnp.where(x > pivot + 1, jnp.minimum(x, HUGE), pivot)
 
 
@@ -129,11 +123,10 @@ class Segments(Ranges):
 
     def load_x(self, tile: Tile, ref: Ref) -> jax.Array:
         """x in float32, clipped; -inf beyond the range."""
-        x, clip = tile.load(ref, -jnp.inf), self.plan.clip
-        if clip is None:
+        x = clamp(tile.load(ref, -jnp.inf), self.plan.clip)
+        if self.plan.clip is None or tile.mask is None:
             return x
-        x = jnp.where(x > clip, clip, jnp.where(x < -clip, -clip, x))  # NaN stays
-        return x if tile.mask is None else jnp.where(tile.mask, x, -jnp.inf)
+        return jnp.where(tile.mask, x, -jnp.inf)
 
     def store_dx(self, tile: Tile, ref: Ref, x_ref: Ref, dx: jax.Array) -> None:
         """dx is 0 where x was clipped."""

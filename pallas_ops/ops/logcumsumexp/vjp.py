@@ -14,12 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_ops.core import checks, vary
-from pallas_ops.core.dispatch import Op
+from pallas_ops.core.dispatch import Op, Run
 from pallas_ops.core.partition import call, reshard_like
 from pallas_ops.core.shards import Names, checked, is_replicated, order
 from pallas_ops.ops.logcumsumexp import kernel, kernel_backward, reference
 from pallas_ops.ops.logcumsumexp.config import Params
-from pallas_ops.ops.logcumsumexp.shards import Ops, Shard
+from pallas_ops.ops.logcumsumexp.shards import Shard
 from pallas_ops.scan.limits import unless_too_many_rows
 from pallas_ops.scan.view import names
 
@@ -27,71 +27,55 @@ RESIDUALS = "pallas_ops.logcumsumexp"
 
 
 @functools.lru_cache(maxsize=128)
-def ops(before: int, after: int) -> Ops:
-    """The passes, and what shards sum up before them, with axes beside the scanned one."""
+def op(name: str, before: int, after: int) -> Op:
+    """The op of a pass, with axes beside the scanned one; totals are what shards exchange."""
     full, states = names(before, after, "n"), names(before, after, "m")
     column = names(before, after)
-
-    def op(
-        name: str, runs: Any, operands: Any, results: Any, of_shard: Any = None, **options: bool
-    ) -> Op:
-        kernel, reference = (partial(run, **options) for run in runs)
-        return Op(
-            name=f"logcumsumexp{name}",
-            kernel=unless_too_many_rows(kernel, reference),
-            reference=reference,
-            operands=operands,
-            results=results,
-            unsharded=("m",) if of_shard else ("n", "m"),
-            shards=of_shard and ("n", partial(_of_shard, of_shard)),
-        )
-
     given, saved = (full, column, column), (states, states)
-    totals, scan = (kernel.totals, reference.totals), (kernel.forward, reference.forward)
-    backward_totals = kernel_backward.totals, reference.backward_totals
-    backward = kernel_backward.backward, reference.backward
-    return Ops(
-        op("_totals", totals, (full,), (column, column)),
-        op("", scan, given, (full, column), Shard.forward, save=False),
-        op("", scan, given, (full, column, *saved), Shard.forward_saving_shards, save=True),
-        op("_backward_totals", backward_totals, (full, full, *saved), (column,)),
-        op(
-            "_backward",
-            backward,
-            (full, full, column, *saved),
-            (full, column),
-            Shard.backward_from_shards,
-        ),
+    operands, results, of_shard = dict[str, Any](
+        totals=((full,), (column, column), None),
+        forward=(given, (full, column), Shard.forward),
+        saving=(given, (full, column, *saved), Shard.forward_saving_shards),
+        backward_totals=((full, full, *saved), (column,), None),
+        backward=((full, full, column, *saved), (full, column), Shard.backward_from_shards),
+    )[name]
+    kernels = kernel_backward if name.startswith("backward") else kernel
+    in_numpy = getattr(reference, name)
+    return Op(
+        name="logcumsumexp" if name in ("forward", "saving") else f"logcumsumexp_{name}",
+        kernel=unless_too_many_rows(getattr(kernels, name), in_numpy),
+        reference=in_numpy,
+        operands=operands,
+        results=results,
+        unsharded=("m",) if of_shard else ("n", "m"),
+        shards=of_shard and ("n", partial(_of_shard, of_shard)),
     )
 
 
-def _ops_of(params: Params, x: jax.Array) -> Ops:
-    return ops(params.axis, x.ndim - params.axis - 1)
+def _passes(params: Params, run: Run | None = None) -> Run:
+    """Runs a pass by its name; x is the first operand of each."""
+    run = run or partial(call, implementation=params.implementation)
+
+    def run_pass(name: str, x: jax.Array, *others: Any) -> tuple[jax.Array, ...]:
+        return run(op(name, params.axis, x.ndim - params.axis - 1), x, *others, params=params)
+
+    return run_pass
 
 
 def _of_shard(
-    of_shard: Any, run: Any, mesh_axes: Names, x: jax.Array, *others: Any, params: Params
-) -> Any:
-    shard = Shard(_ops_of(params, x), partial(run, params=params), mesh_axes, params)
-    return of_shard(shard, x, *others)
-
-
-def _run(params: Params) -> Any:
-    """Runs an op."""
-    if params.implementation == "xla":
-        return lambda op, *operands, **static: op.reference(*operands, **static)
-    return partial(call, implementation=params.implementation)
+    of_shard: Run, run: Run, mesh_axes: Names, *operands: Any, params: Params
+) -> tuple[jax.Array, ...]:
+    return of_shard(Shard(_passes(params, run), mesh_axes, params), *operands)
 
 
 def evaluate(
     params: Params, x: jax.Array, initial: jax.Array | None, *, save: bool = False
 ) -> tuple[jax.Array, ...]:
     """Output and final state, and what is saved; differentiated by JAX: the reference can be."""
-    scan = partial(_run(params), _ops_of(params, x)[1 + save])
-    if params.axis_name is not None:
-        of_shard = partial(Shard.forward, save=save)
-        scan = partial(_of_shard, of_shard, _run(params), params.axis_name)
-    return scan(x, initial, None, params=params)  # type: ignore[no-any-return]
+    run = _passes(params)
+    if params.axis_name is None:
+        return run("saving" if save else "forward", x, initial, None)
+    return Shard(run, params.axis_name, params).forward(x, initial, None, save=save)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,27 +98,17 @@ def _backward(params: Params, saved, cotangents):  # type: ignore[no-untyped-def
     if isinstance(do, SymbolicZero):
         _, do = vary.unify(x, jnp.zeros_like(x))
     dfinal = None if isinstance(dfinal, SymbolicZero) else dfinal
-    if params.axis_name is None:
-        grads = _run(params)(_ops_of(params, x).backward, x, do, dfinal, *states, params=params)
-    else:
-        grads = _backward_of_shard(params, x, initial, do, dfinal, *states)
-    dx, dinitial = reshard_like(grads, (x, initial))
-    return dx, None if initial is None else dinitial
-
-
-def _backward_of_shard(
-    params: Params, x: Any, initial: Any, do: Any, dfinal: Any, *states: Any
-) -> tuple[jax.Array, ...]:
-    """Where no types say what is replicated, shards' gradients of what all have add up."""
-    axis_name: Any = params.axis_name
-    if dfinal is not None and not checked(axis_name):
-        dfinal = jax.lax.psum(dfinal, axis_name)
-    run = partial(_of_shard, Shard.backward, _run(params), axis_name)
-    dx, dinitial = run(x, do, dfinal, *states, params=params)
-    if initial is not None and not is_replicated(initial, axis_name):
-        number, _ = order(axis_name, reverse=params.reverse)
-        dinitial = jnp.where(number == 0, dinitial, 0)
-    return dx, dinitial
+    run, axis_name = _passes(params), params.axis_name
+    if axis_name is None:
+        dx, dinitial = run("backward", x, do, dfinal, *states)
+    else:  # where no types say what is replicated, shards' gradients of what all have add up
+        if dfinal is not None and not checked(axis_name):
+            dfinal = jax.lax.psum(dfinal, axis_name)
+        dx, dinitial = Shard(run, axis_name, params).backward(x, do, dfinal, *states)
+        if initial is not None and not is_replicated(initial, axis_name):
+            number, _ = order(axis_name, reverse=params.reverse)
+            dinitial = jnp.where(number == 0, dinitial, 0)
+    return reshard_like(dx, x), None if initial is None else reshard_like(dinitial, initial)
 
 
 # With symbolic zeros, who uses the output alone pays for no gradient of the final state.

@@ -36,11 +36,10 @@ def activate(act: str, x: jax.Array, softmax: Softmax) -> jax.Array:
 
 def pull(act: str, x: Any, da: jax.Array, softmax: Softmax) -> jax.Array:
     """dx from da, the gradient of act(x); "none" does not read x."""
-    if act not in (SOFTMAX_FEATURES, SOFTMAX_SEQUENCE):
+    if act in ACTIVATIONS:
         return ACTIVATIONS[act].pullback(x, da)
     a = activate(act, x, softmax)
-    over_sequence = act == SOFTMAX_SEQUENCE
-    mean = softmax.mean if over_sequence else (a * da).sum(axis=1, keepdims=True)
+    mean = softmax.mean if act == SOFTMAX_SEQUENCE else (a * da).sum(axis=1, keepdims=True)
     return a * (da - mean)
 
 

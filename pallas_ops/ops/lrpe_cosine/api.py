@@ -136,10 +136,10 @@ def prepare(
     x, theta = checks.array("x", x), checks.array("theta", theta)
     given = positions is not None
     first = refusals.offset(offset, x.shape, given=given)
-    points = None if grid is None else refusals.grid(*grid, given=given)
+    shape, prefix = (None, 0) if grid is None else refusals.grid(*grid, given=given)
     places = checks.optional_array("positions", positions)
     structs = [signature(array) for array in (x, theta, first, places)]
-    facts: Any = grid is not None, *(points or (None, 0)), checks.axis_name(axis_name)
+    facts: Any = grid is not None, shape, prefix, checks.axis_name(axis_name)
     if places is not None and grid is None:
         places = places[..., None]
     return refusals.params(*structs, *facts, *options), x, theta, first, places
@@ -160,13 +160,13 @@ def evaluate(
     whole = partition.gathered(x, x.ndim - 1)
     index = None if params.axis_name is None else jax.lax.axis_index(params.axis_name)
     four = whole if x.ndim == 4 else whole[:, :, None]
-    operands: Any = vary.unify(four, theta, offset, positions, index)[:4]
+    operands = vary.unify(four, theta, offset, positions, index)[:4]
     if params.implementation == "xla":
-        out = vjp.in_numpy(params, *operands)
+        out = vjp.evaluate(params, *operands)
     else:
         out = vjp.rotate(params, *forward_mode.refuse("lrpe_cosine", *operands))
     out = out.reshape(*x.shape[:-1], 2 * x.shape[-1])
-    return out if whole is x else partition.reshard_like((out,), (x,))[0]  # type: ignore[return-value]
+    return out if whole is x else partition.reshard_like(out, x)
 
 
 _run: Callable[..., jax.Array] = jax.jit(evaluate, static_argnums=0, inline=True)

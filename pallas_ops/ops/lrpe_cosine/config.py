@@ -1,6 +1,7 @@
 """What a call of lrpe_cosine has: static arguments, operands, launch choices, and their plan."""
 
 import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -78,6 +79,11 @@ class Params:
         return 2 if self.heads_first else 1
 
     @property
+    def over_sequence(self) -> bool:
+        """Whether there is a softmax over the sequence."""
+        return self.act == SOFTMAX_SEQUENCE
+
+    @property
     def caches_angles(self) -> bool:
         return self.config is not None and self.config.cache_angles
 
@@ -120,18 +126,12 @@ class Sizes(NamedTuple):
     h: int
     d: int
 
-    @property
-    def is_large(self) -> bool:
-        """Whether a copy of an unaligned theta pays."""
-        return self.b * self.n * self.h * self.d >= SPREAD_ELEMENTS
 
-
-def choose(s: Sizes, *, unaligned: bool = False) -> LrpeCosineConfig:
+def choose(s: Sizes, *, scattered: bool = False) -> LrpeCosineConfig:
     """The launch of kernels that see one token at a time: 1,024 elements a program, 8 a thread.
 
-    Where an unaligned theta is loaded element by element: 512, in a single warp.
+    Where theta is `scattered`, loaded element by element: 512, in a single warp.
     """
-    scattered = unaligned and not s.is_large
     block_d = min(power_of_two(s.d), WIDEST)
     rows = max(1, (512 if scattered else 1024) // block_d)
     return LrpeCosineConfig(
@@ -176,7 +176,7 @@ class Plan:
     s: Sizes
     c: LrpeCosineConfig
     width: int  # features per axis: the columns of theta
-    unaligned: bool  # whether the rows of theta are not aligned to 16 bytes
+    spread: bool  # whether a copy of theta has a column per feature (`kernel._spread`)
     precise: bool  # float32 results need exact sines; 16-bit results hide the approximation
     walk_tiles: int = WALK_TILES
 
@@ -214,11 +214,7 @@ class Plan:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The programs of a launch.
-
-        One per block of features, head, part of the sequence and batch element if they walk, else
-        one per block of rows, block of features and batch element.
-        """
+        """The programs of a launch."""
         if self.walks:
             return self.blocks_d, self.s.h, self.parts, self.s.b
         return -(-self.rows // self.c.block_n), self.blocks_d, self.s.b
@@ -238,9 +234,10 @@ def plan_of(p: Params, o: Operands) -> Plan:
     b, n, h = (o.sized.shape[i] for i in (0, p.tokens_axis, 3 - p.tokens_axis))
     s, c = Sizes(b, n, h, o.sized.shape[-1]), p.config
     width = 1 if o.theta is None else o.theta.shape[1]
-    unaligned = p.num_axes > 1 and width % 4 > 0
-    if c is None and p.act == SOFTMAX_SEQUENCE:
+    unaligned = p.num_axes > 1 and width % 4 > 0  # rows of theta, to 16 bytes
+    spread = unaligned and math.prod(s) >= SPREAD_ELEMENTS
+    if c is None and p.over_sequence:
         c = choose_walk(s, p.act, current())
-    c = c or choose(s, unaligned=unaligned)
+    c = c or choose(s, scattered=unaligned and not spread)
     precise = o.sized.dtype == jnp.float32
-    return Plan(p=p, s=s, c=c, width=width, unaligned=unaligned, precise=precise)
+    return Plan(p=p, s=s, c=c, width=width, spread=spread, precise=precise)

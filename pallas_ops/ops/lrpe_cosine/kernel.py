@@ -2,8 +2,8 @@
 
 A kernel sees one token at a time (`kernel_rows`) or walks the sequence (`kernel_walk`). theta's
 gradient and the sums of a softmax over the sequence need a walk. A long sequence is walked in
-several parts; XLA adds up the results of the parts. Once XLA has added up the sums of a softmax
-over the sequence, kernels that see one token at a time do the rest.
+several parts, whose results XLA adds up. Of a softmax over the sequence, kernels that see one token
+at a time then do the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.lrpe_cosine import kernel_rows, kernel_walk
 from pallas_ops.ops.lrpe_cosine.angles import per_feature
 from pallas_ops.ops.lrpe_cosine.config import (
-    SOFTMAX_SEQUENCE,
     STORING_WALK_TILES,
     Operands,
     Params,
@@ -32,23 +31,19 @@ from pallas_ops.ops.lrpe_cosine.config import (
 )
 
 
-def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Array, ...]:
-    """The output [B, .., 2, D]; to save, the softmax's pivot and share, and the cached angles.
-
-    The softmax's pivot and share are given if they are known.
-    """
-    o = Operands(*operands)
+def forward(o: Operands, *, p: Params, save: bool = False) -> tuple[jax.Array, ...]:
+    """The output [B, .., 2, D]; to save, the softmax's pivot and share, and the cached angles."""
     plan = plan_of(p, o)
     o = o._replace(theta=_spread(plan, o.theta))
     if p.caches_angles:
         o = o._replace(cached=_angles(plan, o))
     if o.pivot is None and _has_parts(plan):
-        pivot, total = softmax(o.x, p=p)
+        pivot, total = softmax(Operands(o.x), p=p)
         o = o._replace(pivot=pivot, share=1 / total)
     if o.pivot is not None:
         plan = replace(plan, c=choose(plan.s))
     out = [_rows_struct(plan, o.x.dtype, 2)]
-    if plan.walks and p.act == SOFTMAX_SEQUENCE:
+    if plan.walks and p.over_sequence:
         out += [_feature_struct(plan)] * 2
     body = kernel_walk.forward if plan.walks else kernel_rows.forward
     result, *computed = _run(body, plan, o, out)
@@ -56,29 +51,27 @@ def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Arr
     return plan.unview(result), *(y for y in saved if y is not None)
 
 
-def softmax(x: jax.Array, *_: None, p: Params) -> tuple[jax.Array, jax.Array]:
+def softmax(o: Operands, *, p: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of the softmax over the sequence [B, H, D]."""
-    plan = plan_of(p, Operands(x))
+    plan = plan_of(p, o)
     out = [_feature_struct(plan, plan.parts)] * 2
-    pivots, totals = _run(kernel_walk.softmax, plan, Operands(x), out, "_softmax")
+    pivots, totals = _run(kernel_walk.softmax, plan, o, out, "_softmax")
     pivot = pivots.max(axis=0, keepdims=True)
     return pivot[0], (totals * jnp.exp(pivots - pivot)).sum(axis=0)
 
 
-def mean(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
+def mean(o: Operands, *, p: Params) -> tuple[jax.Array]:
     """The sum of a * da over the sequence [B, H, D]; operands as for `backward`."""
-    o = Operands(*operands)
     plan = plan_of(p, o)
     out = [_feature_struct(plan, plan.parts)]
     return (_run(kernel_walk.mean, plan, o, out, "_mean")[0].sum(axis=0),)
 
 
-def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
+def backward(o: Operands, *, p: Params) -> tuple[jax.Array]:
     """dx. x is given for an activation, and the softmax's mean if it is known."""
-    o = Operands(*operands)
     plan = plan_of(p, o)
     if o.mean is None and _has_parts(plan):
-        o = o._replace(mean=mean(*o, p=p)[0])
+        o = o._replace(mean=mean(o, p=p)[0])
     if o.mean is not None:
         plan = replace(plan, c=choose(plan.s))
     plan = replace(plan, walk_tiles=STORING_WALK_TILES)
@@ -87,13 +80,12 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
     return (plan.unview(*_run(body, plan, o, out, "_backward")),)
 
 
-def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax.Array, ...]:
+def gradients(o: Operands, *, p: Params, with_x: bool = True) -> tuple[jax.Array, ...]:
     """dx, if asked for, and the gradient of theta, in one pass; operands as for `backward`."""
-    o = Operands(*operands)
     plan = plan_of(p, o)
     plan = replace(plan, c=choose_walk(plan.s, p.act, current()))
     if with_x and o.mean is None and _has_parts(plan):
-        o = o._replace(mean=mean(*o, p=p)[0])
+        o = o._replace(mean=mean(o, p=p)[0])
     plan = replace(
         plan,
         c=replace(plan.c, num_stages=storing_stages(plan.c, o.dout.dtype.itemsize, current())),
@@ -111,6 +103,9 @@ def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax
 
     (dtheta,) = jax.linear_transpose(expand, o.theta)(sums.sum(axis=(0, 1)))
     return *map(plan.unview, dx), dtheta
+
+
+saving, theta = partial(forward, save=True), partial(gradients, with_x=False)
 
 
 def _run(
@@ -164,7 +159,7 @@ def _feature_struct(plan: Plan, *parts: int) -> jax.ShapeDtypeStruct:
 
 def _has_parts(plan: Plan) -> bool:
     """Whether separate launches compute the sums of a softmax over the sequence."""
-    return plan.p.act == SOFTMAX_SEQUENCE and plan.parts > 1
+    return plan.p.over_sequence and plan.parts > 1
 
 
 def _spread(plan: Plan, theta: jax.Array) -> jax.Array:
@@ -173,6 +168,4 @@ def _spread(plan: Plan, theta: jax.Array) -> jax.Array:
     With 43 features per axis, say, the rows of theta are not aligned, and kernels load its elements
     one by one. The rows of the copy are aligned. Making it takes 2 us.
     """
-    if not plan.unaligned or not plan.s.is_large:
-        return theta
-    return per_feature(theta, plan.p.num_axes, plan.s.d)
+    return per_feature(theta, plan.p.num_axes, plan.s.d) if plan.spread else theta

@@ -9,19 +9,12 @@ from jax.experimental import pallas as pl
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.lrpe_cosine.activation import activate, pull
 from pallas_ops.ops.lrpe_cosine.config import Operands, Plan, Softmax
-from pallas_ops.ops.lrpe_cosine.tiles import (
-    Angles,
-    Tile,
-    load_softmax,
-    rows_tile,
-    store_at,
-    tokens_tile,
-)
+from pallas_ops.ops.lrpe_cosine.tiles import Angles, Tile, load_softmax, store_at
 
 
 def forward(refs: Operands, out_ref: Ref, *, plan: Plan) -> None:
     """`out_ref` is [B, rows, 2, D]."""
-    tile = rows_tile(plan)
+    tile = Tile.of_rows(plan)
     sin, cos = Angles(plan, refs).sincos(tile)
     a = activate(plan.p.act, tile.load_x(refs.x), _softmax(refs, tile))
     tile.store(out_ref, a * cos, 0)
@@ -30,7 +23,7 @@ def forward(refs: Operands, out_ref: Ref, *, plan: Plan) -> None:
 
 def backward(refs: Operands, dx_ref: Ref, *, plan: Plan) -> None:
     """`dx_ref` is [B, rows, D]."""
-    tile = rows_tile(plan)
+    tile = Tile.of_rows(plan)
     sin, cos = Angles(plan, refs).sincos(tile)
     x = None if refs.x is None else tile.load_x(refs.x)
     da = tile.load_da(refs.dout, sin, cos)
@@ -45,6 +38,6 @@ def _softmax(refs: Operands, tile: Tile) -> Softmax:
 def angles(refs: Operands, angles_ref: Ref, *, plan: Plan) -> None:
     """Stores all angles, in turns, in `angles_ref` [(B,) N, H, D]."""
     block, block_d, head, b = map(pl.program_id, range(4))
-    tile = tokens_tile(plan, b, block, head, block_d)
+    tile = Tile.of_tokens(plan, b, block, head, block_d)
     own = Angles(plan, refs)
     store_at(angles_ref, own.cached_index(tile), own.turns(tile), tile.mask)

@@ -18,15 +18,8 @@ from pallas_ops.core.fastmath import LOG2E, exp2, multiply_add
 from pallas_ops.core.tiles import Ref, split_evenly
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.lrpe_cosine.activation import activate, pull
-from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_SEQUENCE, Operands, Plan, Softmax
-from pallas_ops.ops.lrpe_cosine.tiles import (
-    Angles,
-    Tile,
-    features,
-    load_softmax,
-    store_at,
-    tokens_tile,
-)
+from pallas_ops.ops.lrpe_cosine.config import Operands, Plan, Softmax
+from pallas_ops.ops.lrpe_cosine.tiles import Angles, Tile, features, load_softmax, store_at
 
 HUGE = float(jnp.finfo(jnp.float32).max)
 
@@ -43,11 +36,11 @@ class Walk:
 
     def tile(self, block: Any) -> Tile:
         """The tile number `block` of the sequence."""
-        return tokens_tile(self.plan, self.b, block, self.head, self.block_d)
+        return Tile.of_tokens(self.plan, self.b, block, self.head, self.block_d)
 
     def angles(self) -> Angles:
         """Angles whose frequencies are computed before the loop."""
-        return Angles(self.plan, self.refs).with_frequency(self.tile(0))
+        return Angles(self.plan, self.refs, self.tile(0))
 
     def given(self) -> Softmax:
         """The values that the operands have for a softmax over the sequence."""
@@ -105,7 +98,7 @@ def forward(refs: Operands, out_ref: Ref, *softmax_refs: Ref, plan: Plan) -> Non
     """`out_ref` is [B, rows, 2, D], `softmax_refs` those of pivot and share [B, H, D]."""
     walk = Walk(plan, refs)
     angles, softmax = walk.angles(), Softmax()
-    if plan.p.act == SOFTMAX_SEQUENCE:
+    if plan.p.over_sequence:
         pivot, total = walk.softmax()
         softmax = Softmax(pivot, 1 / total)
         for ref, value in zip(softmax_refs, softmax[:2], strict=True):
@@ -128,7 +121,7 @@ def backward(
     walk = Walk(plan, refs)
     x_moves, theta_moves = moves
     angles, softmax = walk.angles(), walk.given()
-    if x_moves and plan.p.act == SOFTMAX_SEQUENCE and refs.mean is None:
+    if x_moves and plan.p.over_sequence and refs.mean is None:
         softmax = softmax._replace(mean=walk.mean(angles, softmax))
 
     def load(tile: Tile) -> tuple[Any, ...]:

@@ -1,9 +1,9 @@
 """The definition of lrpe_cosine and md_lrpe_cosine in jax.numpy: the formula, and its gradients.
 
-Each pass takes the `Operands` in their order. An output has an axis of cos and sin:
-[B, .., 2, D].
+An output has an axis of cos and sin: [B, .., 2, D].
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -14,12 +14,7 @@ from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import reshard_like
 from pallas_ops.ops.lrpe_cosine import angles
 from pallas_ops.ops.lrpe_cosine.activation import ACTIVATIONS
-from pallas_ops.ops.lrpe_cosine.config import (
-    SOFTMAX_FEATURES,
-    SOFTMAX_SEQUENCE,
-    Operands,
-    Params,
-)
+from pallas_ops.ops.lrpe_cosine.config import Operands, Params
 
 Layout = Literal["BNHD", "BHND"]
 Act = Literal["none", "relu", "sigmoid", "silu", "softmax"]
@@ -38,8 +33,7 @@ def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
     if num_prefix_tokens == 0:
         return positions
     token = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 2)
-    (prefix,) = reshard_like((token < num_prefix_tokens,), (positions,))
-    assert prefix is not None
+    prefix = reshard_like(token < num_prefix_tokens, positions)
     return jnp.where(prefix, jnp.zeros_like(positions), positions)
 
 
@@ -65,8 +59,8 @@ def _activated(p: Params, x: jax.Array, o: Operands) -> jax.Array:
         pivot, share = (jnp.expand_dims(y, p.tokens_axis) for y in (o.pivot, o.share))
         a: jax.Array = jnp.exp(x - pivot) * share
         return a
-    if p.act in (SOFTMAX_FEATURES, SOFTMAX_SEQUENCE):
-        return jax.nn.softmax(x, axis=3 if p.act == SOFTMAX_FEATURES else p.tokens_axis)
+    if p.act not in ACTIVATIONS:
+        return jax.nn.softmax(x, axis=p.tokens_axis if p.over_sequence else 3)
     return ACTIVATIONS[p.act].reference(x)
 
 
@@ -78,17 +72,13 @@ def _rotated(p: Params, o: Operands, x: jax.Array, turn: jax.Array) -> jax.Array
     return jnp.stack([a * cos, a * sin], axis=3).astype(x.dtype)
 
 
-def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Array, ...]:
-    """The output; to save, the same residuals as the kernel's.
-
-    A softmax's pivot and share are given if they are known.
-    """
-    o = Operands(*operands)
+def forward(o: Operands, *, p: Params, save: bool = False) -> tuple[jax.Array, ...]:
+    """The output; to save, the same residuals as the kernel's."""
     turn = _angles(p, o)
     out, saved = _rotated(p, o, o.x, turn), list[jax.Array]()
-    if save and p.act == SOFTMAX_SEQUENCE:
+    if save and p.over_sequence:
         if o.pivot is None:
-            pivot, total = softmax(o.x, p=p)
+            pivot, total = softmax(Operands(o.x), p=p)
             o = o._replace(pivot=pivot, share=1 / total)
         saved = [o.pivot, o.share]
     if save and p.caches_angles:
@@ -96,22 +86,20 @@ def forward(*operands: jax.Array | None, save: bool, p: Params) -> tuple[jax.Arr
     return out, *saved
 
 
-def softmax(x: jax.Array, *_: None, p: Params) -> tuple[jax.Array, jax.Array]:
+def softmax(o: Operands, *, p: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of the sequence's softmax [B, H, D]."""
-    axis, x = p.tokens_axis, x.astype(wide(x.dtype))
+    axis, x = p.tokens_axis, o.x.astype(wide(o.x.dtype))
     pivot = stop_gradient(jnp.maximum(x.max(axis=axis), jnp.finfo(x.dtype).min))
     return pivot, jnp.exp(x - jnp.expand_dims(pivot, axis)).sum(axis=axis)
 
 
-def mean(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
+def mean(o: Operands, *, p: Params) -> tuple[jax.Array]:
     """The sum of a * da over the sequence [B, H, D]."""
-    o = Operands(*operands)
     return (_pulled(p, o, o.x).sum(axis=p.tokens_axis),)
 
 
-def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
+def backward(o: Operands, *, p: Params) -> tuple[jax.Array]:
     """dx. x is given for an activation, and a softmax's mean if it is known."""
-    o = Operands(*operands)
     x = jnp.zeros_like(o.dout[:, :, :, 0]) if o.x is None else o.x
     dx = _pulled(p, o, x)
     if o.pivot is not None:  # until here dx is a * da
@@ -120,15 +108,17 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array]:
     return (dx.astype(x.dtype),)
 
 
-def gradients(*operands: jax.Array | None, with_x: bool, p: Params) -> tuple[jax.Array, ...]:
+def gradients(o: Operands, *, p: Params, with_x: bool = True) -> tuple[jax.Array, ...]:
     """dx, if asked for, and the gradient of theta."""
-    o = Operands(*operands)
 
     def run(theta: jax.Array) -> jax.Array:
         return _rotated(p, o, o.x, _angles(p, o._replace(theta=theta)))
 
     (dtheta,) = jax.vjp(run, o.theta)[1](o.dout)
-    return (*backward(*operands, p=p), dtheta) if with_x else (dtheta,)
+    return (*backward(o, p=p), dtheta) if with_x else (dtheta,)
+
+
+saving, theta = partial(forward, save=True), partial(gradients, with_x=False)
 
 
 def _pulled(p: Params, o: Operands, x: jax.Array) -> jax.Array:

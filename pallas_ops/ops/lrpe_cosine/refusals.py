@@ -54,10 +54,7 @@ def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
 
 
 def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[tuple[int, ...] | None, int]:
-    """The grid's shape, if there is one, and the number of prefix tokens.
-
-    `given`: whether positions are given.
-    """
+    """The grid's shape, if any, and the number of prefix tokens; `given`: whether positions are."""
     num_prefix_tokens = checks.integer("num_prefix_tokens", num_prefix_tokens, least=0)
     if shape is None and given:
         return None, num_prefix_tokens
@@ -90,10 +87,7 @@ def params(
     implementation: Implementation | None = "xla",
     config: LrpeCosineConfig | None = None,
 ) -> Params:
-    """The static arguments; an error if one is not accepted.
-
-    All arguments are hashable, so this runs once for equal ones.
-    """
+    """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
     implementations.check(implementation, config, LrpeCosineConfig)
     checks.floating("x", x)
     checks.one_of("layout", layout, ("BNHD", "BHND"))
@@ -133,14 +127,10 @@ def _implementation(
     implementation: Implementation | None, dtype: Any, sizes: dict[str, int], act: str
 ) -> Implementation | None:
     """The reference where no kernel serves, else the implementation asked for."""
-    chosen = implementations.kernel_or_reference(implementation, dtype, sizes)
-    if chosen == "xla":
-        return chosen
-    rows = sizes["N"] * sizes.get("H", 1)
-    if act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
+    rows = {"N * H": sizes["N"] * sizes.get("H", 1)}
+    chosen = implementations.kernel_or_reference(implementation, dtype, sizes | rows)
+    if chosen != "xla" and act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
         return implementations.reference_instead(chosen, f"a softmax over {sizes['D']} features")
-    if rows > implementations.LONGEST:
-        return implementations.reference_instead(chosen, f"N * H = {rows} rows")
     return chosen
 
 

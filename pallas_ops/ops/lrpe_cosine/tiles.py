@@ -4,7 +4,6 @@ A row is one head of one token. x is viewed as [B, rows, D], with rows in the or
 or, with heads first, (head, token). The output is viewed as [B, rows, 2, D].
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -39,6 +38,27 @@ class Tile:
         mask = both(None if inside is None else inside[:, None], within)
         self.mask = None if mask is None else jnp.broadcast_to(mask, self.shape)
 
+    @classmethod
+    def of_rows(cls, plan: Plan) -> "Tile":
+        """The `block_n` adjacent rows of a program that does not walk."""
+        block, block_d, b = map(pl.program_id, range(3))
+        row = block * plan.c.block_n + span(plan.c.block_n)
+        inner = jnp.int32(plan.s.n if plan.p.heads_first else plan.s.h)
+        token, head = lax.div(row, inner), lax.rem(row, inner)
+        if plan.p.heads_first:
+            token, head = head, token
+        inside = row < plan.rows if plan.rows % plan.c.block_n else None
+        return cls(plan, b, row, token, head, block_d, inside)
+
+    @classmethod
+    def of_tokens(cls, plan: Plan, b: Any, block: Any, head: Any, block_d: Any) -> "Tile":
+        """`block_n` tokens of one head."""
+        token = block * plan.c.block_n + span(plan.c.block_n)
+        row = head * plan.s.n + token if plan.p.heads_first else token * plan.s.h + head
+        whole = plan.steps * plan.step_tiles * plan.c.block_n == plan.s.n
+        inside = None if whole else token < plan.s.n
+        return cls(plan, b, row, token, jnp.full_like(token, head), block_d, inside)
+
     def load(self, ref: Ref, *half: int) -> jax.Array:
         """The tile in float32, 0 outside the array; `half` 0 or 1 selects cos or sin."""
         index = (self.b, self.row, *half, self.feature)
@@ -69,27 +89,6 @@ def features(plan: Plan, block_d: Any) -> jax.Array:
     return index[None]
 
 
-def rows_tile(plan: Plan) -> Tile:
-    """The `block_n` adjacent rows of a program that does not walk."""
-    block, block_d, b = map(pl.program_id, range(3))
-    row = block * plan.c.block_n + span(plan.c.block_n)
-    inner = jnp.int32(plan.s.n if plan.p.heads_first else plan.s.h)
-    token, head = lax.div(row, inner), lax.rem(row, inner)
-    if plan.p.heads_first:
-        token, head = head, token
-    inside = row < plan.rows if plan.rows % plan.c.block_n else None
-    return Tile(plan, b, row, token, head, block_d, inside)
-
-
-def tokens_tile(plan: Plan, b: Any, block: Any, head: Any, block_d: Any) -> Tile:
-    """`block_n` tokens of one head."""
-    token = block * plan.c.block_n + span(plan.c.block_n)
-    row = head * plan.s.n + token if plan.p.heads_first else token * plan.s.h + head
-    whole = plan.steps * plan.step_tiles * plan.c.block_n == plan.s.n
-    inside = None if whole else token < plan.s.n
-    return Tile(plan, b, row, token, jnp.full_like(token, head), block_d, inside)
-
-
 def load_softmax(refs: Operands, index: tuple[Any, ...], mask: jax.Array | None) -> Softmax:
     """The values of a softmax over the sequence, at an index of [B, H, D]."""
     of_softmax = (refs.pivot, refs.share, refs.mean)
@@ -116,19 +115,16 @@ def _place(ref: Ref, index: tuple[Any, ...]) -> Any:
     return ref.at[tuple(jnp.broadcast_to(i, shape) for i in at)]
 
 
-@dataclasses.dataclass(frozen=True)
 class Angles:
-    """The angles of a tile's elements, in turns: phi / (2 pi) less a whole number."""
+    """The angles of a tile's elements, in turns: phi / (2 pi) less a whole number.
 
-    plan: Plan
-    refs: Operands
-    frequency: tuple[jax.Array, jax.Array] | None = None  # if all tiles of a program share it
+    With a `first` tile, all tiles have its heads and features, and so share their frequencies.
+    """
 
-    def with_frequency(self, tile: Tile) -> "Angles":
-        """The angles of all tiles with the heads and features of this one."""
-        if self.refs.cached is not None:
-            return self
-        return dataclasses.replace(self, frequency=angles.frequency(self.rate(tile)))
+    def __init__(self, plan: Plan, refs: Operands, first: Tile | None = None) -> None:
+        self.plan, self.refs, self.frequency = plan, refs, None
+        if first is not None and refs.cached is None:
+            self.frequency = angles.frequency(self.rate(first))
 
     def sincos(self, tile: Tile, position: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """sin and cos [rows, features]; `position` if it is known already."""

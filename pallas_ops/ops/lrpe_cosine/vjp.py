@@ -1,14 +1,14 @@
 """How lrpe_cosine differentiates: the ops of its passes, what shards do in them, and the rules.
 
 theta is saved. x is saved for an activation, and for the gradients of theta and of positions. A
-softmax over the sequence also saves its pivot and share per feature, and `cache_angles` the angles,
-under a name by which `jax.checkpoint` can keep them. One pass over x makes the gradients of x and
-theta. With a given config, which applies to dx alone, there are two passes.
+softmax over the sequence also saves its pivot and share per feature, and `cache_angles` the angles.
+One pass makes the gradients of x and theta; with a given config, which is for dx alone, two do.
 
 A shard's positions are those of its tokens in the whole sequence. For a softmax over the sequence
 shards exchange a pivot and a total per feature, and backward the sum of a * da.
 """
 
+import dataclasses
 import functools
 from functools import partial
 from typing import Any
@@ -20,35 +20,23 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_ops.core import partition, shards, vary
-from pallas_ops.core.dispatch import Op
+from pallas_ops.core.dispatch import Op, Run
 from pallas_ops.core.partition import TypeOf, reshard_like
 from pallas_ops.ops.lrpe_cosine import kernel, reference
-from pallas_ops.ops.lrpe_cosine.config import (
-    SOFTMAX_FEATURES,
-    SOFTMAX_SEQUENCE,
-    Operands,
-    Params,
-)
+from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, Operands, Params
 
 RESIDUALS = "pallas_ops.lrpe_cosine"
 
 
+@functools.lru_cache(maxsize=1024)
 def op(name: str, p: Params) -> Op:
     """The op of a pass: forward, saving, backward (dx), theta, gradients, softmax or mean."""
-    return _op(name, p.act, p.theta, p.heads_first, p.per_batch, p.caches_angles)
-
-
-@functools.lru_cache(maxsize=1024)
-def _op(
-    name: str, act: str, theta: str, heads_first: bool, per_batch: bool, caches_angles: bool
-) -> Op:
-    """`op`, the same object for all calls with these axes: caches compare by identity."""
-    tokens, batch = "h n" if heads_first else "n h", "b " if per_batch else ""
+    tokens, batch = "h n" if p.heads_first else "n h", "b " if p.per_batch else ""
     x, out, feature = f"b {tokens} d", f"b {tokens} two d", "b h d"
-    heads, width = theta.split()
+    theta, (heads, width) = p.theta, p.theta.split()
     cached = f"{batch}n {heads} d"
     where = theta, batch.strip() or "one", f"{batch}n k"  # theta, offset, positions
-    saved = [feature, feature] * (act == SOFTMAX_SEQUENCE) + [cached] * caches_angles
+    saved = [feature, feature] * p.over_sequence + [cached] * p.caches_angles
     results = dict(
         forward=[out],
         saving=[out, *saved],
@@ -58,23 +46,16 @@ def _op(
         softmax=[feature, feature],
         mean=[feature],
     )[name]
-    itself: tuple[str, dict[str, bool]] = (name, {})
-    function, options = dict(
-        forward=("forward", dict(save=False)),
-        saving=("forward", dict(save=True)),
-        theta=("gradients", dict(with_x=False)),
-        gradients=("gradients", dict(with_x=True)),
-    ).get(name, itself)
     unsharded = ["e", "k", "one", "two"]  # axes that every device needs in full
-    if act == SOFTMAX_FEATURES or width == "e":
+    if p.act == SOFTMAX_FEATURES or width == "e":
         unsharded.append("d")
     if name in ("softmax", "mean"):
         unsharded.append("n")
     others = " ".join(axis for axis in "bnhd" if axis not in (heads, width))
     return Op(
-        name="lrpe_cosine" if function == "forward" else f"lrpe_cosine_{name}",
-        kernel=partial(getattr(kernel, function), **options),
-        reference=partial(getattr(reference, function), **options),
+        name="lrpe_cosine" if name in ("forward", "saving") else f"lrpe_cosine_{name}",
+        kernel=_of_arrays(getattr(kernel, name)),
+        reference=_of_arrays(getattr(reference, name)),
         operands=Operands(x, out, *where, cached, *[feature] * 3),
         results=tuple(results),
         unsharded=tuple(unsharded),
@@ -83,8 +64,12 @@ def _op(
     )
 
 
+def _of_arrays(run: Run) -> Run:
+    return lambda *operands, p: run(Operands(*operands), p=p)
+
+
 def _of_shard(
-    name: str, run: Any, axis_name: shards.Names, *operands: jax.Array | None, p: Params
+    name: str, run: Run, axis_name: shards.Names, *operands: jax.Array | None, p: Params
 ) -> tuple[jax.Array, ...]:
     """A pass on a shard of the sequence."""
     o = Operands(*operands)
@@ -92,57 +77,34 @@ def _of_shard(
         n = o.sized.shape[p.tokens_axis]
         positions = reference.counted(p, n, o.offset, n * lax.axis_index(axis_name))
         o = o._replace(positions=positions.astype(o.theta.dtype), offset=None)
-    over_sequence = p.act == SOFTMAX_SEQUENCE
-    if over_sequence and o.pivot is None:
-        pivot, share = _joined(axis_name, *run(op("softmax", p), *Operands(o.x), p=p))
-        o = o._replace(pivot=pivot, share=share)
+    if p.over_sequence and o.pivot is None:
+        own = jnp.stack(run(op("softmax", p), *Operands(o.x), p=p))
+        every = shards.gather(own, axis_name)
+        pivots, totals = every[:, 0], every[:, 1]
+        pivot = pivots.max(axis=0)
+        total = (totals * jnp.exp(pivots - pivot[None])).sum(axis=0)
+        o = o._replace(pivot=pivot, share=1 / total)
     o = Operands(*vary.unify(*o))
-    if over_sequence and o.mean is None and name in ("backward", "gradients"):
+    if p.over_sequence and o.mean is None and name in ("backward", "gradients"):
         (mean,) = run(op("mean", p), *o, p=p)
         o = Operands(*vary.unify(*o._replace(mean=lax.psum(mean, axis_name))))
-    results: tuple[jax.Array, ...] = run(op(name, p), *o, p=p)
-    return results
+    return run(op(name, p), *o, p=p)
 
 
-def _joined(
-    axis_name: shards.Names, pivot: jax.Array, total: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The pivot and share of all shards."""
-    both = shards.gather(jnp.stack([pivot, total]), axis_name)
-    pivots, totals = both[:, 0], both[:, 1]
-    pivot = pivots.max(axis=0)
-    return pivot, 1 / (totals * jnp.exp(pivots - pivot[None])).sum(axis=0)
-
-
-def _run(p: Params, name: str, o: Operands, call: Any = None) -> tuple[Any, ...]:
-    """A pass, over the shards of `p.axis_name` if there are any; `call` runs it on one device."""
-    call = call or partial(partition.call, implementation=p.implementation)
-    run = partial(call, op(name, p))
+def _run(p: Params, name: str, o: Operands) -> tuple[jax.Array, ...]:
+    """A pass, over the shards of `p.axis_name` if there are any."""
+    call = partial(partition.call, implementation=p.implementation)
     if p.axis_name is not None:
-        run = partial(_of_shard, name, call, p.axis_name)
-    results: tuple[jax.Array, ...] = run(*o, p=p)
-    return results
+        return _of_shard(name, call, p.axis_name, *o, p=p)
+    return call(op(name, p), *o, p=p)
 
 
-def in_numpy(p: Params, *operands: Any) -> jax.Array:
-    """`rotate` in jax.numpy, differentiated by JAX."""
-    call = lambda op, *operands, p: op.reference(*operands, p=p)  # noqa: E731
-    x, *where = operands
-    (out,) = _run(p, "forward", Operands(x, None, *where), call)
-    return out  # type: ignore[no-any-return]
+def evaluate(p: Params, x: jax.Array, *where: jax.Array | None) -> jax.Array:
+    """The output of x and theta, offset, positions; differentiated by JAX: the reference can be."""
+    return _run(p, "forward", Operands(x, None, *where))[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def rotate(
-    p: Params,
-    x: jax.Array,
-    theta: jax.Array,
-    offset: jax.Array | None,
-    positions: jax.Array | None,
-) -> jax.Array:
-    """The output [B, .., 2, D] of x [B, N, H, D] or [B, H, N, D] and theta [H, E] or [1, E]."""
-    (out,) = _run(p, "forward", Operands(x, None, theta, offset, positions))
-    return out  # type: ignore[no-any-return]
+rotate = jax.custom_vjp(evaluate, nondiff_argnums=(0,))
 
 
 def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
@@ -151,14 +113,14 @@ def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
     (x, *where), (x_moves, theta_moves, _, positions_move) = operands, moves
     out, *saved = _run(p, "saving", Operands(x, None, *where))
     named = [checkpoint_name(y, RESIDUALS) for y in saved]
-    softmax = named[:2] if p.act == SOFTMAX_SEQUENCE else [None, None]  # pivot and share
+    softmax = named[:2] if p.over_sequence else [None, None]  # pivot and share
     cached = named[-1] if p.caches_angles else None
     needs_x = (p.act != "none" and x_moves) or theta_moves or positions_move
     kept = x if needs_x else jnp.zeros(0, x.dtype)
     # The shape of a residual records which operands move. The tree of the residuals must not depend
     # on them: JAX traces this rule once per set of moving operands, and keeps only the last tree.
     moving = jnp.zeros((0, *map(int, moves)))
-    return out, (TypeOf(x), kept, where, cached, softmax, moving)
+    return out, (TypeOf(jax.typeof(x).sharding), kept, where, cached, softmax, moving)
 
 
 def _backward(p: Params, saved: Any, dout: Any):  # type: ignore[no-untyped-def]
@@ -176,9 +138,10 @@ def _backward(p: Params, saved: Any, dout: Any):  # type: ignore[no-untyped-def]
     if theta_moves and dtheta is None:
         (dtheta,) = _run(p, "theta", o)
     if positions_move:
-        out, pull = jax.vjp(partial(in_numpy, p, x, *where[:2]), where[2])
-        (dpositions,) = pull(*reshard_like((dout,), (out,)))
-    return reshard_like((dx, dtheta, None, dpositions), (of_x, *where))
+        in_numpy = dataclasses.replace(p, implementation="xla")
+        out, pull = jax.vjp(partial(evaluate, in_numpy, x, *where[:2]), where[2])
+        (dpositions,) = pull(reshard_like(dout, out))
+    return tuple(map(reshard_like, (dx, dtheta, None, dpositions), (of_x, *where)))
 
 
 rotate.defvjp(_forward, _backward, symbolic_zeros=True)

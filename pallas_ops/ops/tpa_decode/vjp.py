@@ -115,7 +115,7 @@ def _backward(p: Params, saved: Any, cotangents: Any):  # type: ignore[no-untype
     if o.bk.dtype != o.ak.dtype:
         dbk = dbv = None
     factors = daq, dak, dav, dbq[0] if dbq else None, dbk, dbv
-    return (Operands(*reshard_like(factors, o)),)
+    return (Operands(*map(reshard_like, factors, o)),)
 
 
 _attention.defvjp(_forward, _backward)
