@@ -97,13 +97,12 @@ def _pairs(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> tuple[jax.Array, jax
     column = span(rows.tile_h).reshape(-1, 1, 16)
     heads = keys.plan.s.h - rows.first_h
 
-    def load_pairs(*, odd: bool) -> list[jax.Array]:
-        entry, inside = keys.entries(ranks, odd=odd)
-        stop = heads - 1 if odd else heads + 1
-        place = 2 * ((entry * keys.plan.s.h + rows.first_h + int(odd)) >> 1)
+    def load_pairs(shift: int, entry: jax.Array, inside: jax.Array) -> list[jax.Array]:
+        stop = heads - 1 if shift else heads + 1
+        place = 2 * ((entry * keys.plan.s.h + rows.first_h + shift) >> 1)
         mask = inside[None, :, None] & (column < stop)
         x = plgpu.load(ref.at[place[None, :, None] + column], mask=mask, other=0.0)
         return unstack(x.reshape(*x.shape[:2], 8, 2))
 
-    first, second = load_pairs(odd=False)
-    return first, second, load_pairs(odd=True)[0]
+    first, second = load_pairs(0, *keys.entries(ranks))
+    return first, second, load_pairs(1, *keys.entries(ranks, odd=True))[0]

@@ -2,9 +2,8 @@
 
 A program holds rows (queries x heads) and streams keys. Scores are taken rank first:
 q k^T = aq (bq bk^T). The long product has the input dtype on both sides, so it is exact, and needs
-a tile of R rows instead of H; the short product with aq keeps all of float32 (see `matmul`),
-for the log-sum-exp is not rounded to 16 bits. Beyond the length scores are hidden, and so need not
-be what they are made of.
+a tile of R rows instead of H; the short product with aq keeps all of float32 (see `matmul`), as the
+log-sum-exp is not rounded to 16 bits.
 """
 
 from functools import partial
@@ -47,7 +46,7 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
     if prompt.takes(s, p):
         return prompt.attend(o, p)
     c = p.config or choose(s, card.current(), batch_invariant=p.batch_invariant)
-    plan, rows, splits = Plan(s, c, p, s.has_pairs(c.block_h)), s.n * s.h, c.num_splits
+    plan, rows, splits = Plan(s, c, p), s.n * s.h, c.num_splits
     if s.pages is not None:  # one cache for the whole batch
         o = o.with_cache(lambda x: x.reshape(1, -1, *x.shape[2:]))
     if s.quantised:
@@ -107,47 +106,29 @@ def _forward_kernel(
     queries, bq, score_scale = _load_queries(plan, tiles, aq_ref, bq_ref)
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
-    weigh = times if plan.pieces == 1 and s.dtype == "bfloat16" else jnp.multiply
-    has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
 
     def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
         pages, states = carry
-        # Masks are the faster ones where two tiles load of one contiguous cache, by 10 %.
-        masked = len(tiles) > 1 and table_ref is None
-        keys = Keys(plan, i, limit, first_key, table_ref, pages, masked=masked, all_count=all_count)
+        keys = Keys(plan, i, limit, first_key, table_ref, pages, all_count=all_count)
         inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
         if bq is not None:  # [queries x ranks, entries]
             inner = [score_scale * sum_of_products(bq, inner, 3)]
         bv = keys.load_b(bv_ref, s.rv, s.e)
-
-        def of(tile: int, state: State) -> State:
-            top, total, accs = state
-            score = sum_of_products(queries[tile], inner, plan.score_pieces)
-            score = sum_ranks(score * heads.load(keys, tiles[tile], ak_ref, s.rk), s.rk)
+        new_states = []
+        for rows, query, state in zip(tiles, queries, states, strict=True):
+            score = sum_of_products(query, inner, plan.score_pieces)
+            score = sum_ranks(score * heads.load(keys, rows, ak_ref, s.rk), s.rk)
             if bq is None and score_scale != 1:
                 score *= score_scale
-            score = jnp.where(keys.seen(tiles[tile], length), score, -jnp.inf)
-            new_top = jnp.maximum(top, score.max(axis=1))
-            p = exp2(score - new_top[:, None])
-            fade = exp2(top - new_top)
-            av = heads.load(keys, tiles[tile], av_ref, s.rv)
-            weight = weigh(each_rank(p, s.rv), av)
-            accs = [
-                dot(weight, x, acc * fade[:, None], pieces=plan.pieces)
-                for x, acc in zip(bv, accs, strict=True)
-            ]
-            if len(tiles) > 1:
-                # Triton lets a product run on into the next step, and keeps what it reads until
-                # then, unless a tile of fewer heads reads bv as well. It waits for what is used.
-                accs = [acc + 0.0 for acc in accs]
-            return new_top, total * fade + p.sum(axis=1), accs
-
-        states = [of(*x) for x in enumerate(states)]
-        return look_up(plan, i + 1, table_ref, limit) if plan.looks_ahead else None, states
+            score = jnp.where(keys.seen(rows, length), score, -jnp.inf)
+            new_states.append(_add_values(keys, rows, score, av_ref, bv, state))
+        return look_up(plan, i + 1, table_ref, limit) if plan.looks_ahead else None, new_states
 
     pages = look_up(plan, start, table_ref, limit) if plan.looks_ahead else None
     carry: Carry = pages, [_empty(plan, rows) for rows in tiles]
-    if has_wide_tile and plan.p.window is None and not Keys(plan, start, limit).all_count:
+    has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
+    may_end_early = not isinstance(limit, int) or limit % plan.c.block_m
+    if has_wide_tile and plan.p.window is None and may_end_early:
         # Blocks of which all keys count come first. Where a block may end early ptxas makes these
         # tiles' asynchronous products (wgmma) wait for one another: 8 % of the time.
         whole = jnp.minimum(stop, limit // plan.c.block_m)
@@ -156,6 +137,29 @@ def _forward_kernel(
     _, states = lax.fori_loop(start, stop, step, carry)
     for rows, state in zip(tiles, states, strict=True):
         _store(plan, rows, state, out_ref, lse_ref)
+
+
+def _add_values(
+    keys: Keys, rows: Rows, score: jax.Array, av_ref: Ref, bv: list[jax.Array], state: State
+) -> State:
+    """The running softmax: these keys' values added to what earlier keys have summed."""
+    plan, s = keys.plan, keys.plan.s
+    row_max, row_sum, accs = state
+    new_max = jnp.maximum(row_max, score.max(axis=1))
+    p = exp2(score - new_max[:, None])
+    rescale = exp2(row_max - new_max)
+    av = heads.load(keys, rows, av_ref, s.rv)
+    multiply = times if plan.pieces == 1 and s.dtype == "bfloat16" else jnp.multiply
+    weight = multiply(each_rank(p, s.rv), av)
+    accs = [
+        dot(weight, x, acc * rescale[:, None], pieces=plan.pieces)
+        for x, acc in zip(bv, accs, strict=True)
+    ]
+    if len(plan.tiles) > 1:
+        # Triton lets a product run on into the next step, and keeps what it reads until
+        # then, unless a tile of fewer heads reads bv as well. It waits for what is used.
+        accs = [acc + 0.0 for acc in accs]
+    return new_max, row_sum * rescale + p.sum(axis=1), accs
 
 
 def _load_queries(
@@ -174,15 +178,15 @@ def _load_queries(
 
 
 def _store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> None:
-    top, total, accs = state
-    none = total == 0
-    nonzero = jnp.where(none, 1.0, total)
-    lse = jnp.where(none, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
+    row_max, row_sum, accs = state
+    empty = row_sum == 0
+    nonzero = jnp.where(empty, 1.0, row_sum)
+    lse = jnp.where(empty, -jnp.inf, (row_max + jnp.log2(nonzero)) / LOG2E)
     store(out_ref, join(accs) * (plan.p.value_scale / nonzero)[:, None], *rows.whole(plan.s.e))
     plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
 
 
 def _empty(plan: Plan, rows: Rows) -> State:
-    top = jnp.full((len(rows.index),), LOWEST, jnp.float32)
+    row_max = jnp.full((len(rows.index),), LOWEST, jnp.float32)
     acc = jnp.zeros((len(rows.index), plan.s.tile_e // plan.s.parts), jnp.float32)
-    return top, jnp.zeros_like(top), [acc] * plan.s.parts
+    return row_max, jnp.zeros_like(row_max), [acc] * plan.s.parts

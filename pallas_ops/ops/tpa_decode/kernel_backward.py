@@ -10,7 +10,7 @@ made of them is the left side of a product, which the tensor cores take from reg
 
 from functools import partial, reduce
 from operator import add, mul
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def one_pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array,
     config = choose_backward(s, card.current())
     if config is None:
         return reference.backward(*o, p=p)
-    plan = Plan(s, config, p, pairs=s.has_two_ranks_in_pairs, narrow=True)
+    plan = Plan(s, config, p, backward=True)
     f = flattened(plan, o)
     arrays = f.aq, f.bq, f.lengths, f.ak, f.av, f.bk, f.bv, f.out, f.dout, f.lse, f.dlse
     of_queries, of_keys = [x for x in (o.aq, o.bq) if x is not None], (o.ak, o.av, o.bk, o.bv)
@@ -93,8 +93,8 @@ def _backward_kernel(
 
     def step(i: jax.Array, dqs: list[jax.Array]) -> list[jax.Array]:
         # Blocks without keys that count are stored, too, as zeros; nothing is loaded for them.
-        keys = Keys(plan, i, limit, first_key, masked=True, octets=True)
-        stored = Keys(plan, i, s.m, masked=True, octets=True)
+        keys = Keys(plan, i, limit, first_key)
+        stored = Keys(plan, i, s.m)
         bk = load(bk_ref, *keys.features(s.rk, s.d))
         bv = load(bv_ref, *keys.features(s.rv, s.e))
         inner = bk if bq is None else exact(bk, bq.T)
@@ -102,12 +102,12 @@ def _backward_kernel(
         dinner: Any = None
         new_dqs = []
         for q, dq in zip(queries, dqs, strict=True):
-            x = _scores(q, keys, length, ak_ref, av_ref, inner, bv)
-            dav = q.rows.gather(join_ranks([x.p * t for t in x.t])) * plan.p.value_scale
+            p, ds, u, t, ak, av = _scores(q, keys, length, ak_ref, av_ref, inner, bv)
+            dav = q.rows.gather(join_ranks([p * x for x in t])) * plan.p.value_scale
             dav = dav.astype(dav_ref.dtype)
-            dbv = exact(join_ranks([x.p * av for av in x.av]), q.dout, dbv)
-            dak = q.rows.gather(join_ranks([x.ds * u for u in x.u])).astype(dak_ref.dtype)
-            g = join_ranks([x.ds * ak for ak in x.ak])
+            dbv = exact(join_ranks([p * x for x in av]), q.dout, dbv)
+            dak = q.rows.gather(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
+            g = join_ranks([ds * x for x in ak])
             dinner = exact(g, q.aq, dinner)
             new_dqs.append(exact(bk.T, g, dq))
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
@@ -136,17 +136,6 @@ class _Queries:
         self.delta = out.sum(axis=1) - dlse
 
 
-class _Scores(NamedTuple):
-    """Of a block of keys and a tile of rows: all [keys / 8, 8, rows], and lists of each rank."""
-
-    p: jax.Array
-    ds: jax.Array
-    u: list[jax.Array]
-    t: list[jax.Array]
-    ak: list[jax.Array]
-    av: list[jax.Array]
-
-
 def _scores(
     q: _Queries,
     keys: Keys,
@@ -155,7 +144,8 @@ def _scores(
     av_ref: Ref,
     inner: jax.Array,  # bk bq^T, or bk without bq
     bv: jax.Array,
-) -> _Scores:
+) -> tuple[Any, ...]:
+    """p, ds, u, t, ak and av (see above), each [keys / 8, 8, rows]; the last four of each rank."""
     plan, rows = keys.plan, q.rows
     s, exact = plan.s, partial(dot, pieces=plan.pieces)
 
@@ -163,11 +153,11 @@ def _scores(
     av = [x * plan.p.value_scale for x in heads.load_ranks(keys, rows, av_ref, s.rv)]
     u, t = of_ranks(exact(inner, q.aq.T), s.rk), of_ranks(exact(bv, q.dout.T), s.rv)
     score = reduce(add, map(mul, u, ak)) * plan.p.score_scale
-    seen = keys.seen(rows, length, keys_first=True) & rows.inside[None, :]
+    seen = keys.seen(rows, length) & rows.inside[None, :]
     seen = seen.reshape(score.shape)
     p = jnp.where(seen, exp2((score - q.lse[None, None]) * LOG2E), 0.0)
     ds = reduce(add, map(mul, t, av)) - q.delta[None, None]
-    return _Scores(p, ds * p * plan.p.score_scale, u, t, ak, av)
+    return p, ds * p * plan.p.score_scale, u, t, ak, av
 
 
 def _store_queries(

@@ -29,13 +29,17 @@ class Plan:
     s: Sizes
     c: TpaDecodeConfig
     p: Params
-    pairs: bool = False  # whether heads are loaded in pairs
-    narrow: bool = False  # whether heads come in tiles of 32, as going backward
+    backward: bool = False
 
     @property
     def tiles(self) -> tuple[int, ...]:
         """A program's tiles of heads."""
-        return (narrow_tiles if self.narrow else head_tiles)(self.c.block_h)
+        return (narrow_tiles if self.backward else head_tiles)(self.c.block_h)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether heads are loaded in pairs, as those of an odd H are (see `heads`)."""
+        return self.s.has_two_ranks_in_pairs if self.backward else self.s.has_pairs(self.c.block_h)
 
     @property
     def pages_a_block(self) -> int:
