@@ -55,27 +55,20 @@ def tpa_append(
     def write(path: Any, old: Any, tokens: Any) -> jax.Array:
         name = jax.tree_util.keystr(path)
         old, tokens = checks.array(f"cache{name}", old), checks.array(f"new{name}", tokens)
-        _check_append(name, old, tokens, lengths, table)
+        axes, others = checks.Axes(), "".join(f" axis{i}" for i in range(2, old.ndim))
+        axes.check(f"cache{name}", old, ("B M" if table is None else "P page_size") + others)
+        axes.check(f"new{name}", tokens, "B n" + others)
+        axes.check("lengths", lengths, "", "B")
+        if table is not None:
+            axes.check("page_table", table, "B pages")
+        if tokens.dtype != old.dtype:
+            raise TypeError(
+                f"new{name}.dtype is '{tokens.dtype}'; accepted: that of the cache, {old.dtype}"
+            )
         return _append(old, tokens, lengths, table)
 
     written: Tree = jax.tree.map_with_path(write, cache, new)
     return written
-
-
-def _check_append(
-    name: str, old: jax.Array, tokens: jax.Array, lengths: jax.Array, table: jax.Array | None
-) -> None:
-    axes = checks.Axes()
-    further = "".join(f" axis{i}" for i in range(2, old.ndim))
-    axes.check(f"cache{name}", old, ("B M" if table is None else "P page_size") + further)
-    axes.check(f"new{name}", tokens, "B n" + further)
-    axes.check("lengths", lengths, "", "B")
-    if table is not None:
-        axes.check("page_table", table, "B pages")
-    if tokens.dtype != old.dtype:
-        raise TypeError(
-            f"new{name}.dtype is '{tokens.dtype}'; accepted: that of the cache, {old.dtype}"
-        )
 
 
 def _append(

@@ -16,9 +16,8 @@ class TpaDecodeConfig:
     """Launch choices of the forward kernel.
 
     A program takes `block_n` queries of `block_h` heads and one of `num_splits` parts of the keys,
-    `block_m` keys at a time. One split and all heads is "parallel over b" (xopes' trb),
-    one split and one head "over b and h" (trbh), several splits "over b and n" (trbn): their
-    partial results are merged by a second kernel.
+    `block_m` keys at a time. Several splits are merged by a second kernel. In xopes' words, one
+    split with all heads is "parallel over b", one with one head "over b and h", several "b and n".
     """
 
     block_h: int
@@ -157,15 +156,6 @@ class Sizes:
         return self.parts * tile(-(-size // self.parts))
 
     @property
-    def operand_bytes(self) -> tuple[int, int]:
-        """Bytes of a number in a product with its own dtype, and in one with float32.
-
-        Products of TF32 take two float32, the number and its rest (see `matmul`).
-        """
-        own = 8 if self.dtype == "float32" or self.wide_queries else 2
-        return own, 2 if self.dtype == "bfloat16" and not self.wide_queries else 8
-
-    @property
     def tile_rk(self) -> int:
         return power_of_two(self.rk)
 
@@ -182,15 +172,6 @@ class Sizes:
     def most_ranks(self) -> int:
         return max(self.tile_rk, self.tile_rv)
 
-    def exchange_bytes(self, rows: int) -> int:
-        """Of one key, where the threads that have a key's ranks are not those of its values."""
-        return 0 if self.tile_rk == self.tile_rv else 8 * rows * self.most_ranks
-
-    @property
-    def least_block_m(self) -> int:
-        """The tensor cores multiply sixteen entries at least."""
-        return max(8, 16 // min(self.tile_rk, self.tile_rv))
-
     def has_pairs(self, block_h: int) -> bool:
         """Whether heads are loaded in pairs, as those of an odd H are (see `heads.load`)."""
         even = self.rk % 2 == self.rv % 2 == 0 and (block_h % 2 == 0 or block_h >= self.h)
@@ -202,14 +183,6 @@ class Sizes:
     def has_two_ranks_in_pairs(self) -> bool:
         """Whether the backward pass loads heads in pairs (see `heads.load_ranks`)."""
         return self.rk == self.rv == 2 and self.has_pairs(self.h)
-
-    def buffer_bytes(self, c: TpaDecodeConfig, heads: int) -> int:
-        """Bytes of the buffers of one key and so many heads: each stage but the last has one."""
-        width = 4 if self.dtype == "float32" else 2
-        heads *= (self.tile_rk + self.tile_rv) * width
-        features = self.tile_rk * self.tile_d + self.tile_rv * self.tile_e
-        buffers, table = max(c.num_stages - 1, 1), 8 * self.most_ranks if self.pages else 0
-        return buffers * (heads + (1 if self.quantised else width) * features + table)
 
 
 def tile(size: int) -> int:

@@ -31,7 +31,7 @@ from pallas_ops.ops.tpa_decode.keys import (
 )
 from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
 from pallas_ops.ops.tpa_decode.merge import merge
-from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, flattened, per_batch, store
+from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, per_batch, per_split, store
 from pallas_ops.ops.tpa_decode.words import join, pack, split, times
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # maximum, sum, accumulators of some rows
@@ -51,22 +51,20 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
         o = o.with_cache(lambda x: x.reshape(1, -1, *x.shape[2:]))
     if s.quantised:
         o = o._replace(bk=pack(o.bk), bv=pack(o.bv))
-    arrays = flattened(plan, o)[:8]  # up to the page table
+    arrays = plan.flattened(o)[:8]  # up to the page table
     dtype = jnp.dtype(p.out_dtype if splits == 1 or s.is_rounded else jnp.float32)
+    results = [
+        jax.ShapeDtypeStruct((s.b, splits, rows, s.e), dtype),
+        jax.ShapeDtypeStruct((s.b, splits, rows), jnp.float32),
+    ]
     out, lse = launch(
         partial(_forward_kernel, plan=plan),
         *arrays,
         name="tpa_decode",
         grid=(plan.row_blocks, splits, s.b),
-        in_specs=[None if x is None else per_batch(x) for x in arrays],
-        out_specs=[
-            pl.BlockSpec((None, None, rows, s.e), lambda _, i, b: (b, i, 0, 0)),
-            pl.BlockSpec((None, None, rows), lambda _, i, b: (b, i, 0)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((s.b, splits, rows, s.e), dtype),
-            jax.ShapeDtypeStruct((s.b, splits, rows), jnp.float32),
-        ],
+        in_specs=[*map(per_batch, arrays)],
+        out_specs=[*map(per_split, results)],
+        out_shape=results,
         num_warps=c.num_warps,
         # Triton shares the stages out between two copies in a row, of the table and of its pages.
         num_stages=c.num_stages if s.pages is None or plan.looks_ahead else 2 * c.num_stages - 1,

@@ -27,7 +27,7 @@ from pallas_ops.ops.tpa_decode.choose import choose_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import Keys, join_ranks, key_range, of_ranks, part
 from pallas_ops.ops.tpa_decode.matmul import dot
-from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, flattened, load, per_batch, store
+from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, load, per_batch, per_split, store
 
 
 def one_pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ...]:
@@ -37,25 +37,21 @@ def one_pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array,
     if config is None:
         return reference.backward(*o, p=p)
     plan = Plan(s, config, p, backward=True)
-    f = flattened(plan, o)
+    f = plan.flattened(o)
     arrays = f.aq, f.bq, f.lengths, f.ak, f.av, f.bk, f.bv, f.out, f.dout, f.lse, f.dlse
     of_queries, of_keys = [x for x in (o.aq, o.bq) if x is not None], (o.ak, o.av, o.bk, o.bv)
-    keyed, splits = [flat(x) for x in of_keys], config.num_splits
-    partials = [(s.b, splits, *flat(x).shape[1:]) for x in of_queries]
+    dtype = jnp.float32 if exact else o.ak.dtype
+    keyed = [jax.ShapeDtypeStruct(flat(x).shape, dtype) for x in of_keys]
+    shapes = [(s.b, config.num_splits, *flat(x).shape[1:]) for x in of_queries]
+    partials = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     grads = launch(
         partial(_backward_kernel, plan=plan),
         *arrays,
         name="tpa_decode_backward",
-        grid=(splits, s.b),
-        in_specs=[None if x is None else per_batch(x) for x in arrays],
-        out_specs=[
-            *(pl.BlockSpec((None, None, *x[2:]), lambda i, b: (b, i, 0, 0)) for x in partials),
-            *(per_batch(x) for x in keyed),
-        ],
-        out_shape=[
-            *(jax.ShapeDtypeStruct(x, jnp.float32) for x in partials),
-            *(jax.ShapeDtypeStruct(x.shape, jnp.float32 if exact else x.dtype) for x in keyed),
-        ],
+        grid=(config.num_splits, s.b),
+        in_specs=[*map(per_batch, arrays)],
+        out_specs=[*map(per_split, partials), *map(per_batch, keyed)],
+        out_shape=[*partials, *keyed],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

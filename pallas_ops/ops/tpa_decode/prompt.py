@@ -22,8 +22,8 @@ from pallas_ops.ops.tpa_decode import reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, tile
 from pallas_ops.ops.tpa_decode.tiles import per_batch
 
-# Queries times padded heads times ranks. With fewer, reading the factors again and again takes less
-# time than forming keys and values.
+# Queries times padded heads times ranks. Of fewer, to form keys and values takes longer than to
+# read the factors again and again.
 LEAST_ROWS = 12_288
 
 try:  # `jax.nn.dot_product_attention` rounds the log-sum-exp to 16 bits.
@@ -179,7 +179,7 @@ def _formed(
         *arrays,
         name="tpa_decode_form",
         grid=(pl.cdiv(m, rows), pl.cdiv(heads * size, columns), batch),
-        in_specs=[None if x is None else per_batch(x) for x in arrays],
+        in_specs=[*map(per_batch, arrays)],
         out_specs=[pl.BlockSpec((None, m, heads * size), lambda *ids: (ids[-1], 0, 0))],
         out_shape=[jax.ShapeDtypeStruct((batch, m, heads * size), a.dtype)],
         num_warps=4,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,26 +73,34 @@ class Plan:
     def row_blocks(self) -> int:
         return self.head_blocks * pl.cdiv(self.s.n, self.c.block_n)
 
+    def flattened(self, o: Operands) -> Operands:
+        """As kernels take them; heads that are loaded in pairs are [B, M ranks H]."""
+        arrays = Operands(*(x if x is None or x.ndim < 3 else flat(x) for x in o))
+        if o.lengths is not None:
+            arrays = arrays._replace(lengths=o.lengths[:, None])
+        if self.pairs:
+            arrays = arrays._replace(ak=o.ak.reshape(len(o.ak), -1), av=o.av.reshape(len(o.av), -1))
+        return arrays
+
 
 def flat(x: jax.Array) -> jax.Array:
     """[B, I, J, ...] as [B, I J, ...]"""
     return x.reshape(len(x), -1, *x.shape[3:])
 
 
-def flattened(plan: Plan, o: Operands) -> Operands:
-    """As kernels take them. Heads that are loaded in pairs [B, M ranks H] have no axis of ranks."""
-    arrays = Operands(*(x if x is None or x.ndim < 3 else flat(x) for x in o))
-    if o.lengths is not None:
-        arrays = arrays._replace(lengths=o.lengths[:, None])
-    if plan.pairs:
-        arrays = arrays._replace(ak=o.ak.reshape(len(o.ak), -1), av=o.av.reshape(len(o.av), -1))
-    return arrays
-
-
-def per_batch(x: jax.Array) -> pl.BlockSpec:
+def per_batch(x: Any) -> pl.BlockSpec | None:
     """All of an array but its batch axis, the last of the grid, along which it may have size 1."""
-    rest = (0,) * (x.ndim - 1)
-    return pl.BlockSpec((None, *x.shape[1:]), lambda *ids: (ids[-1] if len(x) > 1 else 0, *rest))
+    if x is None:
+        return None
+    b, *shape = x.shape
+    rest = (0,) * len(shape)
+    return pl.BlockSpec((None, *shape), lambda *ids: (ids[-1] if b > 1 else 0, *rest))
+
+
+def per_split(x: jax.ShapeDtypeStruct) -> pl.BlockSpec:
+    """One split's part of an array [B, splits, ...]; the grid ends with splits and batch."""
+    rest = (0,) * (x.ndim - 2)
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda *ids: (ids[-1], ids[-2], *rest))
 
 
 def load(ref: Ref, i: jax.Array, j: jax.Array, mask: jax.Array) -> jax.Array:

@@ -95,10 +95,7 @@ def _call(op: Op, p: Params, o: Operands) -> Any:
     return partition.call(op, *o, implementation=p.implementation, p=p)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
-    out, lse = _call(FORWARD, p, o)
-    return out, lse
+_attention = jax.custom_vjp(partial(_call, FORWARD), nondiff_argnums=(0,))
 
 
 def _forward(p: Params, o: Operands):  # type: ignore[no-untyped-def]

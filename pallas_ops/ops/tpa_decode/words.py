@@ -43,10 +43,7 @@ _TIMES = """{
 mov.b32 zeros, 0x80008000;
 fma.rn.bf16x2 $0, $1, $2, zeros;
 }"""
-_WIDEN = {
-    "int8": (_INT8 % 0, _INT8 % 8),
-    "float8_e4m3fn": (_FLOAT8 % (0, 2), _FLOAT8 % (1, 3)),
-}
+_WIDEN = {"int8": (_INT8 % 0, _INT8 % 8), "float8_e4m3fn": (_FLOAT8 % (0, 2), _FLOAT8 % (1, 3))}
 
 
 def pack(x: jax.Array) -> jax.Array:
