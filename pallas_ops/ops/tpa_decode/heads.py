@@ -1,13 +1,13 @@
-"""How the head factors of a program's keys are loaded: ak and av, [M ranks, H]."""
+"""How the head factors ak and av [M ranks, H] are loaded, and how sums over ranks are taken."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, span, unstack
+from pallas_ops.core.tiles import Ref, power_of_two, span, stack, unstack
 from pallas_ops.ops.tpa_decode import tiles
-from pallas_ops.ops.tpa_decode.keys import Keys, of_ranks
+from pallas_ops.ops.tpa_decode.keys import Keys
 from pallas_ops.ops.tpa_decode.tiles import Rows
 
 
@@ -52,13 +52,13 @@ def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
 def _of_pairs(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
     """Of a flat array [M ranks H] these heads, as [heads, entries]."""
 
-    def of_ranks(x: jax.Array) -> list[jax.Array]:
+    def parity(x: jax.Array) -> list[jax.Array]:
         """Those of even ranks and those of odd ranks, each [heads / 16, 8, entries / 2]."""
         x = x.swapaxes(1, 2)
         return unstack(x.reshape(*x.shape[:2], -1, 2))
 
     first, second, odd_of_odd = _pairs(keys, rows, ref, ranks)
-    even, odd = of_ranks(first), of_ranks(second)
+    even, odd = parity(first), parity(second)
     even_heads = jnp.stack([even[0], odd[1]], axis=-1)
     odd_heads = jnp.stack([odd[0], odd_of_odd.swapaxes(1, 2)], axis=-1)
     x = jnp.stack([even_heads, odd_heads], axis=-1)  # [heads / 16, 8, entries / 2, 2, 2]
@@ -106,3 +106,32 @@ def _pairs(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> tuple[jax.Array, jax
 
     first, second = load_pairs(0, *keys.entries(ranks))
     return first, second, load_pairs(1, *keys.entries(ranks, odd=True))[0]
+
+
+def sum_ranks(x: jax.Array, ranks: int) -> jax.Array:
+    """[rows, entries] as [rows, keys]"""
+    size = power_of_two(ranks)
+    return x if size == 1 else x.reshape(len(x), -1, size).sum(axis=2)
+
+
+def each_rank(x: jax.Array, ranks: int) -> jax.Array:
+    """[rows, keys] as [rows, entries]; the transpose of `sum_ranks`."""
+    size = power_of_two(ranks)
+    if size == 1:
+        return x
+    return jnp.broadcast_to(x[..., None], (*x.shape, size)).reshape(len(x), -1)
+
+
+def of_ranks(x: jax.Array, ranks: int) -> list[jax.Array]:
+    """[entries, rows] in octets as [keys / 8, 8, rows] of each rank.
+
+    No axis here ever has size 1: Triton would give such a tile another layout, by way of shared
+    memory.
+    """
+    size = power_of_two(ranks)
+    return list(lax.split(x.reshape(-1, 8 * size, x.shape[1]), (8,) * size, 1))
+
+
+def join_ranks(xs: list[jax.Array]) -> jax.Array:
+    """The inverse of `of_ranks`."""
+    return stack(xs).transpose(0, 3, 1, 2).reshape(-1, xs[0].shape[2])

@@ -21,14 +21,7 @@ from pallas_ops.core.tiles import Ref, power_of_two
 from pallas_ops.ops.tpa_decode import heads, prompt
 from pallas_ops.ops.tpa_decode.choose import choose
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
-from pallas_ops.ops.tpa_decode.keys import (
-    Keys,
-    blocks_of_split,
-    each_rank,
-    key_range,
-    look_up,
-    sum_ranks,
-)
+from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, key_range, look_up
 from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
 from pallas_ops.ops.tpa_decode.merge import merge
 from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, per_batch, per_split, store
@@ -115,7 +108,7 @@ def _forward_kernel(
         new_states = []
         for rows, query, state in zip(tiles, queries, states, strict=True):
             score = sum_of_products(query, inner, plan.score_pieces)
-            score = sum_ranks(score * heads.load(keys, rows, ak_ref, s.rk), s.rk)
+            score = heads.sum_ranks(score * heads.load(keys, rows, ak_ref, s.rk), s.rk)
             if bq is None and score_scale != 1:
                 score *= score_scale
             score = jnp.where(keys.seen(rows, length), score, -jnp.inf)
@@ -148,11 +141,9 @@ def _add_values(
     rescale = exp2(row_max - new_max)
     av = heads.load(keys, rows, av_ref, s.rv)
     multiply = times if plan.pieces == 1 and s.dtype == "bfloat16" else jnp.multiply
-    weight = multiply(each_rank(p, s.rv), av)
-    accs = [
-        dot(weight, x, acc * rescale[:, None], pieces=plan.pieces)
-        for x, acc in zip(bv, accs, strict=True)
-    ]
+    weight = multiply(heads.each_rank(p, s.rv), av)
+    pairs = zip(bv, accs, strict=True)
+    accs = [plan.dot(weight, x, acc * rescale[:, None]) for x, acc in pairs]
     if len(plan.tiles) > 1:
         # Triton lets a product run on into the next step, and keeps what it reads until
         # then, unless a tile of fewer heads reads bv as well. It waits for what is used.

@@ -22,11 +22,11 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode import heads, reference
+from pallas_ops.ops.tpa_decode import reference
 from pallas_ops.ops.tpa_decode.choose import choose_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
-from pallas_ops.ops.tpa_decode.keys import Keys, join_ranks, key_range, of_ranks, part
-from pallas_ops.ops.tpa_decode.matmul import dot
+from pallas_ops.ops.tpa_decode.heads import join_ranks, load_ranks, of_ranks
+from pallas_ops.ops.tpa_decode.keys import Keys, key_range, part
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, load, per_batch, per_split, store
 
 
@@ -80,7 +80,7 @@ def _backward_kernel(
     plan: Plan,
 ) -> None:
     *dbq_ref, dak_ref, dav_ref, dbk_ref, dbv_ref = others
-    s, c, exact = plan.s, plan.c, partial(dot, pieces=plan.pieces)
+    s, c = plan.s, plan.c
     tiles = Rows.of_program(plan, 0)
     queries = [_Queries(x, aq_ref, out_ref, dout_ref, lse_ref, dlse_ref) for x in tiles]
     bq = tiles[0].load_bq(bq_ref)
@@ -93,7 +93,7 @@ def _backward_kernel(
         stored = Keys(plan, i, s.m)
         bk = load(bk_ref, *keys.features(s.rk, s.d))
         bv = load(bv_ref, *keys.features(s.rv, s.e))
-        inner = bk if bq is None else exact(bk, bq.T)
+        inner = bk if bq is None else plan.dot(bk, bq.T)
         dbv: Any = None
         dinner: Any = None
         new_dqs = []
@@ -101,15 +101,15 @@ def _backward_kernel(
             p, ds, u, t, ak, av = _scores(q, keys, length, ak_ref, av_ref, inner, bv)
             dav = q.rows.gather(join_ranks([p * x for x in t])) * plan.p.value_scale
             dav = dav.astype(dav_ref.dtype)
-            dbv = exact(join_ranks([p * x for x in av]), q.dout, dbv)
+            dbv = plan.dot(join_ranks([p * x for x in av]), q.dout, dbv)
             dak = q.rows.gather(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
             g = join_ranks([ds * x for x in ak])
-            dinner = exact(g, q.aq, dinner)
-            new_dqs.append(exact(bk.T, g, dq))
+            dinner = plan.dot(g, q.aq, dinner)
+            new_dqs.append(plan.dot(bk.T, g, dq))
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
             store(dak_ref, dak, *stored.heads(q.rows, s.rk))
         store(dbv_ref, dbv, *stored.features(s.rv, s.e))
-        store(dbk_ref, dinner if bq is None else exact(dinner, bq), *stored.features(s.rk, s.d))
+        store(dbk_ref, dinner if bq is None else plan.dot(dinner, bq), *stored.features(s.rk, s.d))
         return new_dqs
 
     zeros = [jnp.zeros((s.tile_d, len(x.index)), jnp.float32) for x in tiles]
@@ -142,15 +142,12 @@ def _scores(
     bv: jax.Array,
 ) -> tuple[Any, ...]:
     """p, ds, u, t, ak and av (see above), each [keys / 8, 8, rows]; the last four of each rank."""
-    plan, rows = keys.plan, q.rows
-    s, exact = plan.s, partial(dot, pieces=plan.pieces)
-
-    ak = heads.load_ranks(keys, rows, ak_ref, s.rk)
-    av = [x * plan.p.value_scale for x in heads.load_ranks(keys, rows, av_ref, s.rv)]
-    u, t = of_ranks(exact(inner, q.aq.T), s.rk), of_ranks(exact(bv, q.dout.T), s.rv)
+    plan, s, rows = keys.plan, keys.plan.s, q.rows
+    ak = load_ranks(keys, rows, ak_ref, s.rk)
+    av = [x * plan.p.value_scale for x in load_ranks(keys, rows, av_ref, s.rv)]
+    u, t = of_ranks(plan.dot(inner, q.aq.T), s.rk), of_ranks(plan.dot(bv, q.dout.T), s.rv)
     score = reduce(add, map(mul, u, ak)) * plan.p.score_scale
-    seen = keys.seen(rows, length) & rows.inside[None, :]
-    seen = seen.reshape(score.shape)
+    seen = (keys.seen(rows, length) & rows.inside[None, :]).reshape(score.shape)
     p = jnp.where(seen, exp2((score - q.lse[None, None]) * LOG2E), 0.0)
     ds = reduce(add, map(mul, t, av)) - q.delta[None, None]
     return p, ds * p * plan.p.score_scale, u, t, ak, av
@@ -164,15 +161,15 @@ def _store_queries(
     daq_ref: Ref,
     dbq_ref: Ref | None = None,
 ) -> None:
-    s, exact, dbq = plan.s, partial(dot, pieces=plan.pieces), None
+    s, dbq = plan.s, None
     for q, dq in zip(queries, dqs, strict=True):
         if bq is None:
             store(daq_ref, dq.T, *q.rows.whole(s.d))
             continue
-        daq = jnp.where(q.rows.own, exact(bq, dq).T, 0.0)
+        daq = jnp.where(q.rows.own, plan.dot(bq, dq).T, 0.0)
         daq = daq.reshape(-1, plan.c.block_n, s.tile_r).sum(axis=1)
         store(daq_ref, daq, *q.rows.whole(s.r))
-        dbq = exact(dq, q.aq, dbq)
+        dbq = plan.dot(dq, q.aq, dbq)
     if dbq is not None:
         rows, d = queries[0].rows, span(s.tile_d)
         mask = rows.rank_inside[:, None] & (d < s.d)[None, :]

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly, stack
+from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly
 from pallas_ops.ops.tpa_decode.choose import split_size
 from pallas_ops.ops.tpa_decode.config import tile
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, grouped, load
@@ -120,35 +120,6 @@ class Keys:
         """Where ak or av [M ranks, H] has these heads."""
         entry, inside = self.entries(ranks)
         return entry, rows.first_h + rows.column, inside[:, None] & rows.column_inside[None, :]
-
-
-def sum_ranks(x: jax.Array, ranks: int) -> jax.Array:
-    """[rows, entries] as [rows, keys]"""
-    size = power_of_two(ranks)
-    return x if size == 1 else x.reshape(len(x), -1, size).sum(axis=2)
-
-
-def each_rank(x: jax.Array, ranks: int) -> jax.Array:
-    """[rows, keys] as [rows, entries]; the transpose of `sum_ranks`."""
-    size = power_of_two(ranks)
-    if size == 1:
-        return x
-    return jnp.broadcast_to(x[..., None], (*x.shape, size)).reshape(len(x), -1)
-
-
-def of_ranks(x: jax.Array, ranks: int) -> list[jax.Array]:
-    """[entries, rows] in octets as [keys / 8, 8, rows] of each rank.
-
-    No axis here ever has size 1: Triton would give such a tile another layout, by way of shared
-    memory.
-    """
-    size = power_of_two(ranks)
-    return list(lax.split(x.reshape(-1, 8 * size, x.shape[1]), (8,) * size, 1))
-
-
-def join_ranks(xs: list[jax.Array]) -> jax.Array:
-    """The inverse of `of_ranks`."""
-    return stack(xs).transpose(0, 3, 1, 2).reshape(-1, xs[0].shape[2])
 
 
 def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array]:

@@ -18,7 +18,7 @@ from pallas_ops.ops.tpa_decode.config import (
     head_tiles,
     narrow_tiles,
 )
-from pallas_ops.ops.tpa_decode.matmul import Pieces
+from pallas_ops.ops.tpa_decode.matmul import Pieces, dot
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -69,6 +69,10 @@ class Plan:
         """Of scores: the log-sum-exp is float32."""
         return 1 if self.s.precision == "default" else 2 if self.s.is_coarse else 3
 
+    def dot(self, a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
+        """acc + a @ b, for the output or a gradient."""
+        return dot(a, b, acc, pieces=self.pieces)
+
     @property
     def row_blocks(self) -> int:
         return self.head_blocks * pl.cdiv(self.s.n, self.c.block_n)
@@ -88,7 +92,7 @@ def flat(x: jax.Array) -> jax.Array:
     return x.reshape(len(x), -1, *x.shape[3:])
 
 
-def per_batch(x: Any) -> pl.BlockSpec | None:
+def per_batch(x: Any) -> Any:
     """All of an array but its batch axis, the last of the grid, along which it may have size 1."""
     if x is None:
         return None
