@@ -101,10 +101,10 @@ def quantize_tpa_factors(
         s = the least power of two with max |b| / s <= 127 (int8) or 448 (float8_e4m3fn)
 
     `tpa_decode` takes the two in place of ak and bk, or of av and bv. Scores and values are linear
-    in a, so s needs no place of its own, and multiplying by it changes no digit of a (in float16,
-    whose exponents are few, a s may be subnormal). What is lost is the rounding of b / s: of normal
-    factors (D = 128) the output differs by 1 to 2 % (int8) and 3 to 5 % (float8_e4m3fn) in the
-    mean; with three features twenty times as large as the others by 6 to 15 % with either.
+    in a, so s needs no place of its own, and multiplying by it is exact (but in float16 a s may be
+    subnormal). Only b / s is rounded: with normal factors (D = 128) the output differs by 1 to 2 %
+    (int8) and 3 to 5 % (float8_e4m3fn) in the mean; with three features twenty times as large as
+    the others by 6 to 15 % with either.
 
     Args:
       a: head factors [..., H]; bfloat16, float16 or float32.

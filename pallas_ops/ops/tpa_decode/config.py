@@ -49,7 +49,7 @@ class Params:
 
 
 class Operands(NamedTuple):
-    """The arrays of a pass. Absent ones are None; the last four are of the backward pass."""
+    """The arrays of a pass, None where absent; the last four are of the backward pass."""
 
     aq: Any = None  # [B, N, H, R]; without bq [B, N, H, D]
     ak: Any = None  # [B, M, Rk, H]; with a page table the cache has [pages, page size] first
@@ -71,14 +71,14 @@ class Operands(NamedTuple):
         return self.ak.shape[1] * pages  # type: ignore[no-any-return]
 
     def with_cache(self, of: Callable[[Any], Any]) -> "Operands":
-        """The same with `of` each of the cache's factors."""
+        """The same, with `of` applied to each of the cache's factors."""
         ak, av, bk, bv = map(of, (self.ak, self.av, self.bk, self.bv))
         return self._replace(ak=ak, av=av, bk=bk, bv=bv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The axes of one call (per device), and the padded ones of a program's tiles."""
+    """The axes of one call (per device), and the sizes of a program's tiles, which are padded."""
 
     b: int
     n: int
@@ -100,16 +100,10 @@ class Sizes:
     @classmethod
     def of(cls, o: Operands, p: Params) -> "Sizes":
         b, n, h, r = o.aq.shape
+        (rk, d), (rv, e) = o.bk.shape[2:], o.bv.shape[2:]
+        axes = dict(b=b, n=n, m=o.m, h=h, r=r, d=d, e=e, rk=rk, rv=rv)
         return cls(
-            b=b,
-            n=n,
-            m=o.m,
-            h=h,
-            r=r,
-            d=o.bk.shape[-1],
-            e=o.bv.shape[-1],
-            rk=o.ak.shape[2],
-            rv=o.av.shape[2],
+            **axes,
             dtype=o.ak.dtype.name,
             wide_queries=o.aq.dtype != o.ak.dtype,
             has_bq=o.bq is not None,
@@ -125,12 +119,12 @@ class Sizes:
 
     @property
     def parts(self) -> int:
-        """In how many tiles features come: bytes are loaded two at once, as words."""
+        """In how many tiles features come: of eight bits two are loaded at once, as a word."""
         return 2 if self.quantised else 1
 
     @property
     def is_coarse(self) -> bool:
-        """Whether features have eight bits, for an output of 16: weights are rounded to these."""
+        """Whether features have eight bits and the output 16, to which weights are rounded then."""
         return self.quantised is not None and {self.dtype, self.out_dtype} == {"bfloat16"}
 
     @property
@@ -152,7 +146,7 @@ class Sizes:
         return self.features(self.e)
 
     def features(self, size: int) -> int:
-        """Of the parts of so many features, all lanes."""
+        """The padded size of so many features, of all parts together."""
         return self.parts * tile(-(-size // self.parts))
 
     @property

@@ -36,11 +36,11 @@ def load_ranks(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> list[jax.Array]:
 def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
     """Of an array [M ranks, H] these heads, as [heads / 16, entries, 16].
 
-    Shared memory holds tiles in the order of their axes. So 16 heads of one entry are 32 bytes,
-    and those of the next entry follow. In a tile [entries, heads] of 64 heads entries would lie
-    128 bytes apart, all in the same banks, and the eight that a matrix load takes at once would
-    be read one after the other. Triton would also give it the layout of the features' tile, whose
-    shape it has: eight numbers a thread, of which rows of heads can be copied two at a time.
+    Shared memory holds tiles in the order of their axes: 16 heads of one entry are 32 bytes, and
+    those of the next entry follow. In a tile [entries, 64 heads] the eight entries that a matrix
+    load takes at once would lie 128 bytes apart, in the same banks. Triton would also give it the
+    layout of the features' tile of that shape: eight numbers a thread, where rows of heads may
+    have to be copied two at a time.
     """
     entry, inside = keys.entries(ranks)
     column, column_inside = (x.reshape(-1, 1, 16) for x in (rows.column, rows.column_inside))

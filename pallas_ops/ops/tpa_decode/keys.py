@@ -24,9 +24,9 @@ class Keys:
     as for stores). With a page table [pages], key m is at place m % size of page table[m // size].
     `pages` are those of this block, if they were looked up before.
 
-    Backward, entries come as octets: eight keys of one rank, the same eight of the next one, ...: a
-    thread that has row r of a tensor core's result has row r + 8 as well, so it has all of two
-    ranks (`of_ranks`).
+    Backward, entries come in octets: eight keys of one rank, the same eight of the next one, ...
+    A thread that has row r of a tensor core's result has row r + 8 as well, so of two ranks it has
+    both (`heads.of_ranks`).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Keys:
 
     def _count(self, index: jax.Array) -> jax.Array:
         if self.all_count:
-            return jnp.full(index.shape, True)  # the compiler cannot tell
+            return jnp.full(index.shape, True)
         inside = index < self.stop
         return inside if self.first is None else inside & (index >= self.first)
 

@@ -29,8 +29,8 @@ UNSHARDED = "n", "r", "k", "v", "d"
 def _forward_of_shard(
     run: Any, mesh_axes: Names, *operands: jax.Array | None, p: Params
 ) -> tuple[jax.Array, jax.Array]:
-    """Partial results are float32, and merged."""
     o = reference.with_lengths(Operands(*operands), p.window, mesh_axes)
+    # Merged before they are rounded.
     out, lse = run(FORWARD, *o, p=dataclasses.replace(p, out_dtype="float32"))
     out, lse = reference.merge_shards(out, lse, mesh_axes)
     return out.astype(p.out_dtype), lse

@@ -1,7 +1,7 @@
 """Features of eight bits, loaded as words of two and widened in registers.
 
-A word's two bytes go to two tiles: first those at even places, then those at odd ones. A product
-over all features is the sum of two over half of them.
+A word's two bytes go to two tiles: the features at even places, and those at odd ones. A product
+over all features is the sum of one over each.
 """
 
 import jax
