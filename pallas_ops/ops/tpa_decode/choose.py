@@ -85,10 +85,7 @@ def _choose_keys(
 
 def split_size(m: int) -> int:
     """The keys of a split where `batch_invariant`: a power of two."""
-    size = 512
-    while -(-m // size) > MOST_PARTS:
-        size *= 2
-    return size
+    return max(512, power_of_two(-(-m // MOST_PARTS)))
 
 
 def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
@@ -119,14 +116,12 @@ def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
 
 
 def queries_of_pass(s: Sizes, card: Card) -> int:
-    """How many queries one backward pass takes; where no launch fits, what 256 rows would hold."""
+    """How many queries one backward pass takes; where none fits, as many as 256 rows hold."""
     most = max(1, 256 // tile(s.h))
     n = min(most, power_of_two(s.n))
-    while choose_backward(dataclasses.replace(s, n=n), card) is None:
-        if n == 1:
-            return most
+    while n and choose_backward(dataclasses.replace(s, n=n), card) is None:
         n //= 2
-    return n
+    return n or most
 
 
 def fit(

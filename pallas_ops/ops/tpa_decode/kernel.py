@@ -1,4 +1,4 @@
-"""How tpa_decode runs: the launcher first, then the kernel bodies.
+"""How tpa_decode runs: the launcher first, then the kernel.
 
 A program holds rows (queries x heads) and streams keys. Scores are taken rank first:
 q k^T = aq (bq bk^T). The long product has the input dtype on both sides, so it is exact, and needs
@@ -27,7 +27,7 @@ from pallas_ops.ops.tpa_decode.merge import merge
 from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, per_batch, per_split, store
 from pallas_ops.ops.tpa_decode.words import join, pack, split, times
 
-State = tuple[jax.Array, jax.Array, list[jax.Array]]  # maximum, sum, accumulators of some rows
+State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators
 Carry = tuple[list[jax.Array] | None, list[State]]  # pages of the block, if looked up ahead
 
 
@@ -133,7 +133,7 @@ def _forward_kernel(
 def _add_values(
     keys: Keys, rows: Rows, score: jax.Array, av_ref: Ref, bv: list[jax.Array], state: State
 ) -> State:
-    """The running softmax: these keys' values added to what earlier keys have summed."""
+    """One step of the online softmax: the state of earlier keys, and these keys' values."""
     plan, s = keys.plan, keys.plan.s
     row_max, row_sum, accs = state
     new_max = jnp.maximum(row_max, score.max(axis=1))
@@ -145,8 +145,8 @@ def _add_values(
     pairs = zip(bv, accs, strict=True)
     accs = [plan.dot(weight, x, acc * rescale[:, None]) for x, acc in pairs]
     if len(plan.tiles) > 1:
-        # Triton lets a product run on into the next step, and keeps what it reads until
-        # then, unless a tile of fewer heads reads bv as well. It waits for what is used.
+        # Triton lets a product run on into the next step, and keeps what it reads until then,
+        # unless a tile of fewer heads reads bv as well. It waits for what is used.
         accs = [acc + 0.0 for acc in accs]
     return new_max, row_sum * rescale + p.sum(axis=1), accs
 

@@ -36,12 +36,9 @@ def _forward_of_shard(
     return out.astype(p.out_dtype), lse
 
 
-def _backward_of_shard(
-    run: Any, mesh_axes: Names, *operands: jax.Array | None, p: Params
-) -> tuple[jax.Array, ...]:
+def _backward_of_shard(run: Any, mesh_axes: Names, *operands: jax.Array | None, p: Params) -> Any:
     o = reference.with_lengths(Operands(*operands), p.window, mesh_axes)
-    grads: tuple[jax.Array, ...] = run(backward_op(o.bq is not None), *o, p=p)
-    return grads
+    return run(backward_op(o.bq is not None), *o, p=p)
 
 
 FORWARD = Op(
