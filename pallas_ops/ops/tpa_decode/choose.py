@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pallas_ops.core.backend import NoKernelError
 from pallas_ops.core.card import Card
 from pallas_ops.core.tiles import MOST_PARTS, power_of_two
-from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles, narrow_tiles, tile
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles, tile
 from pallas_ops.ops.tpa_decode.shared_memory import backward_bytes, forward_bytes
 
 
@@ -90,7 +90,7 @@ def split_size(m: int) -> int:
 
 def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     """The backward launch; None where all rows of a batch element do not fit in one program."""
-    block_n, tiles = power_of_two(s.n), narrow_tiles(s.h)
+    block_n, tiles = power_of_two(s.n), head_tiles(s.h, backward=True)
     rows = block_n * sum(tiles)
     if rows > 256:
         return None

@@ -166,17 +166,14 @@ class Sizes:
     def most_ranks(self) -> int:
         return max(self.tile_rk, self.tile_rv)
 
-    def has_pairs(self, block_h: int) -> bool:
-        """Whether heads are loaded in pairs, as those of an odd H are (see `heads.load`)."""
+    def has_pairs(self, block_h: int, *, backward: bool = False) -> bool:
+        """Whether heads are loaded in pairs, as those of an odd H are (see `heads._pairs`)."""
+        if backward and not self.rk == self.rv == 2:
+            return False
         even = self.rk % 2 == self.rv % 2 == 0 and (block_h % 2 == 0 or block_h >= self.h)
         keys = self.m if self.pages is None else self.pages[0] * self.pages[1]
         is_short = keys * max(self.rk, self.rv) * self.h < 2**31  # places are int32
         return self.h % 2 == 1 and self.dtype != "float32" and even and is_short
-
-    @property
-    def has_two_ranks_in_pairs(self) -> bool:
-        """Whether the backward pass loads heads in pairs (see `heads.load_ranks`)."""
-        return self.rk == self.rv == 2 and self.has_pairs(self.h)
 
 
 def tile(size: int) -> int:
@@ -184,16 +181,13 @@ def tile(size: int) -> int:
     return max(16, power_of_two(size))
 
 
-def head_tiles(block_h: int) -> tuple[int, ...]:
-    """The tiles that hold so many heads: one, or 64 and a smaller one where that saves a third."""
-    size = tile(block_h)
-    if size != 128 or block_h > 96:
-        return (size,)
-    return 64, tile(block_h - 64)
+def head_tiles(block_h: int, *, backward: bool = False) -> tuple[int, ...]:
+    """The tiles that hold so many heads: one, or 64 and a smaller one where that saves a third.
 
-
-def narrow_tiles(block_h: int) -> tuple[int, ...]:
-    """The tiles of a backward program, one after the other: of 32 heads, the last of 16 or 32."""
-    if block_h > 96:
-        return (tile(block_h),)
-    return (32,) * (block_h // 32) + ((tile(block_h % 32),) if block_h % 32 else ())
+    Backward of 32 heads each, the last of 16 or 32; more than 96 heads in one.
+    """
+    if backward and block_h <= 96:
+        return (32,) * (block_h // 32) + ((tile(block_h % 32),) if block_h % 32 else ())
+    if not backward and 64 < block_h <= 96:
+        return 64, tile(block_h - 64)
+    return (tile(block_h),)

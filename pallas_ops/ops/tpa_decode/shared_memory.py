@@ -1,6 +1,6 @@
 """What Triton takes of shared memory for a launch of tpa_decode, at most."""
 
-from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles, narrow_tiles
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles
 
 
 def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
@@ -20,7 +20,7 @@ def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
 
 
 def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
-    tiles = narrow_tiles(c.block_h)
+    tiles = head_tiles(c.block_h, backward=True)
     heads, rows_of_tile = sum(tiles), c.block_n * tiles[0]
     rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.has_bq
     own, mixed = _operand_bytes(s)
@@ -30,7 +30,7 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products = mixed * (rows_of_tile + max(rows_of_tile, features))
     products = max(products, 4 * (rows_of_tile + s.tile_d))
     products += 4 * rows_of_tile * min(2, s.most_ranks) + 8 * ranks
-    copied = heads * 3 // 2 if s.has_two_ranks_in_pairs else heads
+    copied = heads * 3 // 2 if s.has_pairs(c.block_h, backward=True) else heads
     return queries + c.block_m * (_buffer_bytes(s, c, copied) + products)
 
 

@@ -10,14 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode.config import (
-    Operands,
-    Params,
-    Sizes,
-    TpaDecodeConfig,
-    head_tiles,
-    narrow_tiles,
-)
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
 from pallas_ops.ops.tpa_decode.matmul import Pieces, dot
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -35,12 +28,11 @@ class Plan:
     @property
     def tiles(self) -> tuple[int, ...]:
         """A program's tiles of heads."""
-        return (narrow_tiles if self.backward else head_tiles)(self.c.block_h)
+        return head_tiles(self.c.block_h, backward=self.backward)
 
     @property
     def pairs(self) -> bool:
-        """Whether heads are loaded in pairs, as those of an odd H are (see `heads`)."""
-        return self.s.has_two_ranks_in_pairs if self.backward else self.s.has_pairs(self.c.block_h)
+        return self.s.has_pairs(self.c.block_h, backward=self.backward)
 
     @property
     def pages_a_block(self) -> int:
