@@ -62,11 +62,11 @@ FAULTS = {
     ),
     "gradients of keys are rounded on the way": Fault(
         "ops/tpa_decode/kernel_backward.py",
-        "dinner = exact(g, q.aq, dinner)",
-        "dinner = dot(g, q.aq, dinner, pieces=1)",
+        "dinner = plan.dot(g, q.aq, dinner)",
+        "dinner = plan.dot(g.astype(jnp.bfloat16), q.aq, dinner)",
     ),
     "ranks of a gradient in reverse": Fault(
-        "ops/tpa_decode/keys.py", "return stack(xs)", "return stack(xs[::-1])"
+        "ops/tpa_decode/heads.py", "return stack(xs)", "return stack(xs[::-1])"
     ),
     "queries of the first block count twice": Fault(
         "ops/tpa_decode/backward.py",

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -51,11 +51,10 @@ def tpa_decode(
     and neither k nor v is materialised (but see `precision`). Query n of N is token length - N + n
     of the cache: it sees keys m < length - (N - 1 - n).
 
-    Computed in float32 and returned in the dtype of aq; nothing on the way has a 16-bit dtype. In
-    tensor-core products a float32 side keeps 16 significant bits or more, and 21 where
-    scores are made for the log-sum-exp. The gradient of many queries is computed a block of them at
-    a time, and by the reference's derivative where not even one fits the card (more than 256 heads,
-    wide float32 factors).
+    Computed in float32 and returned in the dtype of aq; nothing else is rounded to 16 bits. In
+    tensor-core products a float32 side keeps 16 significant bits or more, and 21 where scores are
+    made for the log-sum-exp. Gradients take a block of queries at a time, or the reference's
+    derivative where not even one query fits the card (more than 256 heads, wide float32 factors).
 
     Args:
       aq: query head factors [B, N, H, R]; bfloat16, float16, float32 (float64 runs the reference).
@@ -81,17 +80,16 @@ def tpa_decode(
         scale_v: default 1 / Rv. Finite numbers, or floating arrays of shape [] (which may be
         traced and are differentiable; one of the scores makes the queries float32).
       precision: None or "highest" is the above. "default" is what JAX's default means on a GPU: the
-        kernels round q, the weights of the values, and the results of the cache's parts to
-        the dtype of the cache (float32: products are TF32's). The output's error is then at most
-        twice that of rounding q, k and v; log-sum-exps are within 2**-9 of the largest score. Of
-        16 bits, a call of some hundred queries or more, without `window` and `batch_invariant`,
-        forms k and v, and cuDNN attends to them; so does its gradient where N = M, without
-        `lengths` and log-sum-exp. Also a `jax.lax.Precision`; jax.numpy always
-        computes in float32.
+        kernels round q, the weights of the values, and the results of the cache's parts to the
+        dtype of the cache (float32: products are TF32's). The output's error is then at most twice
+        that of rounding q, k and v; log-sum-exps are within 2**-9 of the largest score. With 16
+        bits, from some hundred queries on, without `window` and `batch_invariant`, k and v are
+        formed and cuDNN attends to them; so does its gradient where N = M, without `lengths` and
+        log-sum-exp. Also a `jax.lax.Precision`; jax.numpy always computes in float32.
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
         the other rows are. The keys are then divided into parts of 512, and not by what fills the
-        card, which costs speed (1.1 to 1.3 times the default's time on an H200). jax.numpy promises
-        it on a CPU only: for a GPU XLA may compile a batch of one in another way.
+        card (1.1 to 1.3 times the default's time on an H200). jax.numpy promises it on a CPU only:
+        for a GPU XLA may compile a batch of one in another way.
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which M is sharded, in order; partial results are merged by their log-sum-exp in one
         exchange, and `lengths` count over all shards.
@@ -103,8 +101,7 @@ def tpa_decode(
       [B, N, H, E] in the dtype of aq. Differentiable in all factors that are not quantised, and in
       scales that are arrays. Through a page table the gradient is the reference's. With quantised
       factors and bfloat16, probabilities, the weights of the values and the results of the cache's
-      parts are rounded to bfloat16, and scores are within 2**-16 of the largest; else nothing is
-      rounded to 16 bits on the way.
+      parts are rounded to bfloat16, and scores are within 2**-16 of the largest.
 
     Raises:
       ValueError, TypeError: while tracing, naming the argument, its value and what is accepted.
@@ -152,11 +149,8 @@ def tpa_decode_with_lse(
     return _run(*prepare(operands, scales, *options))
 
 
-class Scales(NamedTuple):
-    """Of the scores and of the values, where they are arrays."""
-
-    query: jax.Array | None
-    value: jax.Array | None
+# Of the scores and of the values, where they are arrays; numbers are in `Params`.
+Scales = tuple[jax.Array | None, jax.Array | None]
 
 
 def prepare(
@@ -176,14 +170,12 @@ def prepare(
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
     options = window, batch_invariant, names, implementation, config, precision
     sizes, params = refusals.static(Operands(*map(signature, o)), *options)
-    query, value = reference.scales(sizes, given)
-    arrays = Scales(*(x if isinstance(x, jax.Array) else None for x in (query, value)))
-    params = dataclasses.replace(
-        params,
-        score_scale=1.0 if isinstance(query, jax.Array) else query,
-        value_scale=1.0 if isinstance(value, jax.Array) else value,
+    both = reference.scales(sizes, given)
+    (score, score_array), (value, value_array) = (
+        (1.0, x) if isinstance(x, jax.Array) else (x, None) for x in both
     )
-    return params, o, arrays
+    params = dataclasses.replace(params, score_scale=score, value_scale=value)
+    return params, o, (score_array, value_array)
 
 
 def _array(name: str, x: Any) -> Any:
@@ -199,9 +191,9 @@ def evaluate(
 ) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp."""
     o, dtype = reference.with_ranks(operands), operands.aq.dtype
-    full = jnp.dtype(wide(dtype))
-    if scales.query is not None:
-        o = o._replace(aq=o.aq.astype(full) * scales.query.astype(full))
+    full, (score_scale, value_scale) = jnp.dtype(wide(dtype)), scales
+    if score_scale is not None:
+        o = o._replace(aq=o.aq.astype(full) * score_scale.astype(full))
         o = o._replace(bq=None if o.bq is None else o.bq.astype(full))
     if o.bk.dtype != o.ak.dtype:
         o = o._replace(bk=refusals.no_gradient(o.bk), bv=refusals.no_gradient(o.bv))
@@ -212,13 +204,13 @@ def evaluate(
     if params.implementation != "xla":
         o = Operands(*forward_mode.refuse("tpa_decode", *o))
     # What is merged or scaled after the attention is not rounded before.
-    is_last = params.axis_name is None and scales.value is None
+    is_last = params.axis_name is None and value_scale is None
     params = dataclasses.replace(params, out_dtype=(dtype if is_last else full).name)
     out, lse = attention(params, o)
     if params.axis_name is not None:
         out, lse = reference.merge_shards(out, lse, params.axis_name)
-    if scales.value is not None:
-        out = out * scales.value.astype(full)
+    if value_scale is not None:
+        out = out * value_scale.astype(full)
     return out.astype(dtype), lse
 
 

@@ -55,27 +55,20 @@ def tpa_append(
     def write(path: Any, old: Any, tokens: Any) -> jax.Array:
         name = jax.tree_util.keystr(path)
         old, tokens = checks.array(f"cache{name}", old), checks.array(f"new{name}", tokens)
-        _check_append(name, old, tokens, lengths, table)
+        axes, others = checks.Axes(), "".join(f" axis{i}" for i in range(2, old.ndim))
+        axes.check(f"cache{name}", old, ("B M" if table is None else "P page_size") + others)
+        axes.check(f"new{name}", tokens, "B n" + others)
+        axes.check("lengths", lengths, "", "B")
+        if table is not None:
+            axes.check("page_table", table, "B pages")
+        if tokens.dtype != old.dtype:
+            raise TypeError(
+                f"new{name}.dtype is '{tokens.dtype}'; accepted: that of the cache, {old.dtype}"
+            )
         return _append(old, tokens, lengths, table)
 
     written: Tree = jax.tree.map_with_path(write, cache, new)
     return written
-
-
-def _check_append(
-    name: str, old: jax.Array, tokens: jax.Array, lengths: jax.Array, table: jax.Array | None
-) -> None:
-    axes = checks.Axes()
-    further = "".join(f" axis{i}" for i in range(2, old.ndim))
-    axes.check(f"cache{name}", old, ("B M" if table is None else "P page_size") + further)
-    axes.check(f"new{name}", tokens, "B n" + further)
-    axes.check("lengths", lengths, "", "B")
-    if table is not None:
-        axes.check("page_table", table, "B pages")
-    if tokens.dtype != old.dtype:
-        raise TypeError(
-            f"new{name}.dtype is '{tokens.dtype}'; accepted: that of the cache, {old.dtype}"
-        )
 
 
 def _append(
@@ -108,10 +101,10 @@ def quantize_tpa_factors(
         s = the least power of two with max |b| / s <= 127 (int8) or 448 (float8_e4m3fn)
 
     `tpa_decode` takes the two in place of ak and bk, or of av and bv. Scores and values are linear
-    in a, so s needs no place of its own, and multiplying by it changes no digit of a (in float16,
-    whose exponents are few, a s may be subnormal). What is lost is the rounding of b / s: of normal
-    factors (D = 128) the output differs by 1 to 2 % (int8) and 3 to 5 % (float8_e4m3fn) in the
-    mean; with three features twenty times as large as the others by 6 to 15 % with either.
+    in a, so s needs no place of its own, and multiplying by it is exact (but in float16 a s may be
+    subnormal). Only b / s is rounded: with normal factors (D = 128) the output differs by 1 to 2 %
+    (int8) and 3 to 5 % (float8_e4m3fn) in the mean; with three features twenty times as large as
+    the others by 6 to 15 % with either.
 
     Args:
       a: head factors [..., H]; bfloat16, float16 or float32.

@@ -6,13 +6,7 @@ from collections.abc import Callable
 from pallas_ops.core.backend import NoKernelError
 from pallas_ops.core.card import Card
 from pallas_ops.core.tiles import MOST_PARTS, power_of_two
-from pallas_ops.ops.tpa_decode.config import (
-    Sizes,
-    TpaDecodeConfig,
-    head_tiles,
-    narrow_tiles,
-    tile,
-)
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles, tile
 from pallas_ops.ops.tpa_decode.shared_memory import backward_bytes, forward_bytes
 
 
@@ -27,9 +21,8 @@ def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeC
     block_n = 1
     while block_n < s.n and 2 * block_n * lanes <= 64:
         block_n *= 2
-    rows = (block_h, block_n), (block_h, 1), (min(s.h, 16), 1)
-    configs = (_choose_keys(s, *r, card, batch_invariant) for r in rows)
-    for c in configs:
+    for rows in (block_h, block_n), (block_h, 1), (min(s.h, 16), 1):
+        c = _choose_keys(s, *rows, card, batch_invariant)
         if c is not None:
             return c
     raise NoKernelError(
@@ -69,6 +62,7 @@ def _choose_keys(
         block_m, num_stages, most_programs = min(64, block_m), 3, 2
     elif s.is_coarse:
         num_stages, most_programs = 3, 2
+    least = max(8, 16 // min(s.tile_rk, s.tile_rv))  # the tensor cores' sixteen entries
     num_warps = 4 if rows * s.tile_e <= 64 * 128 else 8
     if s.is_coarse and s.tile_e // s.parts <= rows < 64:
         # Of a tile with as many rows as columns each warp takes 16 rows.
@@ -76,7 +70,7 @@ def _choose_keys(
     c = TpaDecodeConfig(
         block_h=block_h,
         block_n=block_n,
-        block_m=max(s.least_block_m, min(block_m, entries // s.most_ranks)),
+        block_m=max(least, min(block_m, entries // s.most_ranks)),
         num_splits=num_splits,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -86,20 +80,17 @@ def _choose_keys(
         splits, keys = keys_of_split(programs)
         if keys >= 96 * c.num_warps * (programs - 1) and taken <= card.shared_memory // programs:
             c = dataclasses.replace(c, num_splits=splits)
-    return fit(s, c, forward_bytes, card, least=s.least_block_m)
+    return fit(s, c, forward_bytes, card, least=least)
 
 
 def split_size(m: int) -> int:
-    """The keys of a split that knows nothing of the batch: a power of two."""
-    size = 512
-    while -(-m // size) > MOST_PARTS:
-        size *= 2
-    return size
+    """The keys of a split where `batch_invariant`: a power of two."""
+    return max(512, power_of_two(-(-m // MOST_PARTS)))
 
 
 def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     """The backward launch; None where all rows of a batch element do not fit in one program."""
-    block_n, tiles = power_of_two(s.n), narrow_tiles(s.h)
+    block_n, tiles = power_of_two(s.n), head_tiles(s.h, backward=True)
     rows = block_n * sum(tiles)
     if rows > 256:
         return None
@@ -125,23 +116,16 @@ def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
 
 
 def queries_of_pass(s: Sizes, card: Card) -> int:
-    """How many queries one backward pass takes; where no launch fits, what 256 rows would hold."""
+    """How many queries one backward pass takes; where none fits, as many as 256 rows hold."""
     most = max(1, 256 // tile(s.h))
     n = min(most, power_of_two(s.n))
-    while choose_backward(dataclasses.replace(s, n=n), card) is None:
-        if n == 1:
-            return most
+    while n and choose_backward(dataclasses.replace(s, n=n), card) is None:
         n //= 2
-    return n
+    return n or most
 
 
 def fit(
-    s: Sizes,
-    c: TpaDecodeConfig,
-    bytes_of: Callable[[Sizes, TpaDecodeConfig], int],
-    card: Card,
-    *,
-    least: int,
+    s: Sizes, c: TpaDecodeConfig, bytes_of: Callable[..., int], card: Card, *, least: int
 ) -> TpaDecodeConfig | None:
     """`c` with the largest block of keys, then the most stages, that fit in shared memory."""
     while bytes_of(s, c) > card.shared_memory:

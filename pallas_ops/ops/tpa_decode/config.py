@@ -16,9 +16,8 @@ class TpaDecodeConfig:
     """Launch choices of the forward kernel.
 
     A program takes `block_n` queries of `block_h` heads and one of `num_splits` parts of the keys,
-    `block_m` keys at a time. One split and all heads is "parallel over b" (xopes' trb),
-    one split and one head "over b and h" (trbh), several splits "over b and n" (trbn): their
-    partial results are merged by a second kernel.
+    `block_m` keys at a time. Several splits are merged by a second kernel. In xopes' words, one
+    split with all heads is "parallel over b", one with one head "over b and h", several "b and n".
     """
 
     block_h: int
@@ -50,7 +49,7 @@ class Params:
 
 
 class Operands(NamedTuple):
-    """The arrays of a pass. Absent ones are None; the last four are of the backward pass."""
+    """The arrays of a pass, None where absent; the last four are of the backward pass."""
 
     aq: Any = None  # [B, N, H, R]; without bq [B, N, H, D]
     ak: Any = None  # [B, M, Rk, H]; with a page table the cache has [pages, page size] first
@@ -72,14 +71,14 @@ class Operands(NamedTuple):
         return self.ak.shape[1] * pages  # type: ignore[no-any-return]
 
     def with_cache(self, of: Callable[[Any], Any]) -> "Operands":
-        """The same with `of` each of the cache's factors."""
+        """The same, with `of` applied to each of the cache's factors."""
         ak, av, bk, bv = map(of, (self.ak, self.av, self.bk, self.bv))
         return self._replace(ak=ak, av=av, bk=bk, bv=bv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The axes of one call (per device), and the padded ones of a program's tiles."""
+    """The axes of one call (per device), and the sizes of a program's tiles, which are padded."""
 
     b: int
     n: int
@@ -101,16 +100,10 @@ class Sizes:
     @classmethod
     def of(cls, o: Operands, p: Params) -> "Sizes":
         b, n, h, r = o.aq.shape
+        (rk, d), (rv, e) = o.bk.shape[2:], o.bv.shape[2:]
+        axes = dict(b=b, n=n, m=o.m, h=h, r=r, d=d, e=e, rk=rk, rv=rv)
         return cls(
-            b=b,
-            n=n,
-            m=o.m,
-            h=h,
-            r=r,
-            d=o.bk.shape[-1],
-            e=o.bv.shape[-1],
-            rk=o.ak.shape[2],
-            rv=o.av.shape[2],
+            **axes,
             dtype=o.ak.dtype.name,
             wide_queries=o.aq.dtype != o.ak.dtype,
             has_bq=o.bq is not None,
@@ -126,12 +119,12 @@ class Sizes:
 
     @property
     def parts(self) -> int:
-        """In how many tiles features come: bytes are loaded two at once, as words."""
+        """In how many tiles features come: of eight bits two are loaded at once, as a word."""
         return 2 if self.quantised else 1
 
     @property
     def is_coarse(self) -> bool:
-        """Whether features have eight bits, for an output of 16: weights are rounded to these."""
+        """Whether features have eight bits and the output 16, to which weights are rounded then."""
         return self.quantised is not None and {self.dtype, self.out_dtype} == {"bfloat16"}
 
     @property
@@ -153,17 +146,8 @@ class Sizes:
         return self.features(self.e)
 
     def features(self, size: int) -> int:
-        """Of the parts of so many features, all lanes."""
+        """The padded size of so many features, of all parts together."""
         return self.parts * tile(-(-size // self.parts))
-
-    @property
-    def operand_bytes(self) -> tuple[int, int]:
-        """Bytes of a number in a product with its own dtype, and in one with float32.
-
-        Products of TF32 take two float32, the number and its rest (see `matmul`).
-        """
-        own = 8 if self.dtype == "float32" or self.wide_queries else 2
-        return own, 2 if self.dtype == "bfloat16" and not self.wide_queries else 8
 
     @property
     def tile_rk(self) -> int:
@@ -182,34 +166,14 @@ class Sizes:
     def most_ranks(self) -> int:
         return max(self.tile_rk, self.tile_rv)
 
-    def exchange_bytes(self, rows: int) -> int:
-        """Of one key, where the threads that have a key's ranks are not those of its values."""
-        return 0 if self.tile_rk == self.tile_rv else 8 * rows * self.most_ranks
-
-    @property
-    def least_block_m(self) -> int:
-        """The tensor cores multiply sixteen entries at least."""
-        return max(8, 16 // min(self.tile_rk, self.tile_rv))
-
-    def has_pairs(self, block_h: int) -> bool:
-        """Whether heads are loaded in pairs, as those of an odd H are (see `heads.load`)."""
+    def has_pairs(self, block_h: int, *, backward: bool = False) -> bool:
+        """Whether heads are loaded in pairs, as those of an odd H are (see `heads._pairs`)."""
+        if backward and not self.rk == self.rv == 2:
+            return False
         even = self.rk % 2 == self.rv % 2 == 0 and (block_h % 2 == 0 or block_h >= self.h)
         keys = self.m if self.pages is None else self.pages[0] * self.pages[1]
         is_short = keys * max(self.rk, self.rv) * self.h < 2**31  # places are int32
         return self.h % 2 == 1 and self.dtype != "float32" and even and is_short
-
-    @property
-    def has_two_ranks_in_pairs(self) -> bool:
-        """Whether the backward pass loads heads in pairs (see `heads.load_ranks`)."""
-        return self.rk == self.rv == 2 and self.has_pairs(self.h)
-
-    def buffer_bytes(self, c: TpaDecodeConfig, heads: int) -> int:
-        """Bytes of the buffers of one key and so many heads: each stage but the last has one."""
-        width = 4 if self.dtype == "float32" else 2
-        heads *= (self.tile_rk + self.tile_rv) * width
-        features = self.tile_rk * self.tile_d + self.tile_rv * self.tile_e
-        buffers, table = max(c.num_stages - 1, 1), 8 * self.most_ranks if self.pages else 0
-        return buffers * (heads + (1 if self.quantised else width) * features + table)
 
 
 def tile(size: int) -> int:
@@ -217,16 +181,13 @@ def tile(size: int) -> int:
     return max(16, power_of_two(size))
 
 
-def head_tiles(block_h: int) -> tuple[int, ...]:
-    """The tiles that hold so many heads: one, or 64 and a smaller one where that saves a third."""
-    size = tile(block_h)
-    if size != 128 or block_h > 96:
-        return (size,)
-    return 64, tile(block_h - 64)
+def head_tiles(block_h: int, *, backward: bool = False) -> tuple[int, ...]:
+    """The tiles that hold so many heads: one, or 64 and a smaller one where that saves a third.
 
-
-def narrow_tiles(block_h: int) -> tuple[int, ...]:
-    """The tiles of a backward program, one after the other: of 32 heads, the last of 16 or 32."""
-    if block_h > 96:
-        return (tile(block_h),)
-    return (32,) * (block_h // 32) + ((tile(block_h % 32),) if block_h % 32 else ())
+    Backward of 32 heads each, the last of 16 or 32; more than 96 heads in one.
+    """
+    if backward and block_h <= 96:
+        return (32,) * (block_h // 32) + ((tile(block_h % 32),) if block_h % 32 else ())
+    if not backward and 64 < block_h <= 96:
+        return 64, tile(block_h - 64)
+    return (tile(block_h),)

@@ -1,13 +1,13 @@
-"""How the head factors of a program's keys are loaded: ak and av, [M ranks, H]."""
+"""How the head factors ak and av [M ranks, H] are loaded, and how sums over ranks are taken."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, span, unstack
+from pallas_ops.core.tiles import Ref, power_of_two, span, stack, unstack
 from pallas_ops.ops.tpa_decode import tiles
-from pallas_ops.ops.tpa_decode.keys import Keys, of_ranks
+from pallas_ops.ops.tpa_decode.keys import Keys
 from pallas_ops.ops.tpa_decode.tiles import Rows
 
 
@@ -36,11 +36,11 @@ def load_ranks(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> list[jax.Array]:
 def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
     """Of an array [M ranks, H] these heads, as [heads / 16, entries, 16].
 
-    Shared memory holds tiles in the order of their axes. So 16 heads of one entry are 32 bytes,
-    and those of the next entry follow. In a tile [entries, heads] of 64 heads entries would lie
-    128 bytes apart, all in the same banks, and the eight that a matrix load takes at once would
-    be read one after the other. Triton would also give it the layout of the features' tile, whose
-    shape it has: eight numbers a thread, of which rows of heads can be copied two at a time.
+    Shared memory holds tiles in the order of their axes: 16 heads of one entry are 32 bytes, and
+    those of the next entry follow. In a tile [entries, 64 heads] the eight entries that a matrix
+    load takes at once would lie 128 bytes apart, in the same banks. Triton would also give it the
+    layout of the features' tile of that shape: eight numbers a thread, where rows of heads may
+    have to be copied two at a time.
     """
     entry, inside = keys.entries(ranks)
     column, column_inside = (x.reshape(-1, 1, 16) for x in (rows.column, rows.column_inside))
@@ -52,13 +52,13 @@ def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
 def _of_pairs(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
     """Of a flat array [M ranks H] these heads, as [heads, entries]."""
 
-    def of_ranks(x: jax.Array) -> list[jax.Array]:
+    def parity(x: jax.Array) -> list[jax.Array]:
         """Those of even ranks and those of odd ranks, each [heads / 16, 8, entries / 2]."""
         x = x.swapaxes(1, 2)
         return unstack(x.reshape(*x.shape[:2], -1, 2))
 
     first, second, odd_of_odd = _pairs(keys, rows, ref, ranks)
-    even, odd = of_ranks(first), of_ranks(second)
+    even, odd = parity(first), parity(second)
     even_heads = jnp.stack([even[0], odd[1]], axis=-1)
     odd_heads = jnp.stack([odd[0], odd_of_odd.swapaxes(1, 2)], axis=-1)
     x = jnp.stack([even_heads, odd_heads], axis=-1)  # [heads / 16, 8, entries / 2, 2, 2]
@@ -97,13 +97,41 @@ def _pairs(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> tuple[jax.Array, jax
     column = span(rows.tile_h).reshape(-1, 1, 16)
     heads = keys.plan.s.h - rows.first_h
 
-    def load_pairs(*, odd: bool) -> list[jax.Array]:
-        entry, inside = keys.entries(ranks, odd=odd)
-        stop = heads - 1 if odd else heads + 1
-        place = 2 * ((entry * keys.plan.s.h + rows.first_h + int(odd)) >> 1)
+    def load_pairs(shift: int, entry: jax.Array, inside: jax.Array) -> list[jax.Array]:
+        stop = heads - 1 if shift else heads + 1
+        place = 2 * ((entry * keys.plan.s.h + rows.first_h + shift) >> 1)
         mask = inside[None, :, None] & (column < stop)
         x = plgpu.load(ref.at[place[None, :, None] + column], mask=mask, other=0.0)
         return unstack(x.reshape(*x.shape[:2], 8, 2))
 
-    first, second = load_pairs(odd=False)
-    return first, second, load_pairs(odd=True)[0]
+    first, second = load_pairs(0, *keys.entries(ranks))
+    return first, second, load_pairs(1, *keys.entries(ranks, odd=True))[0]
+
+
+def sum_ranks(x: jax.Array, ranks: int) -> jax.Array:
+    """[rows, entries] as [rows, keys]"""
+    size = power_of_two(ranks)
+    return x if size == 1 else x.reshape(len(x), -1, size).sum(axis=2)
+
+
+def each_rank(x: jax.Array, ranks: int) -> jax.Array:
+    """[rows, keys] as [rows, entries]; the transpose of `sum_ranks`."""
+    size = power_of_two(ranks)
+    if size == 1:
+        return x
+    return jnp.broadcast_to(x[..., None], (*x.shape, size)).reshape(len(x), -1)
+
+
+def of_ranks(x: jax.Array, ranks: int) -> list[jax.Array]:
+    """[entries, rows] in octets as [keys / 8, 8, rows] of each rank.
+
+    No axis here ever has size 1: Triton would give such a tile another layout, by way of shared
+    memory.
+    """
+    size = power_of_two(ranks)
+    return list(lax.split(x.reshape(-1, 8 * size, x.shape[1]), (8,) * size, 1))
+
+
+def join_ranks(xs: list[jax.Array]) -> jax.Array:
+    """The inverse of `of_ranks`."""
+    return stack(xs).transpose(0, 3, 1, 2).reshape(-1, xs[0].shape[2])

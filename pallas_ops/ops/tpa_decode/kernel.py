@@ -1,10 +1,9 @@
-"""How tpa_decode runs: the launcher first, then the kernel bodies.
+"""How tpa_decode runs: the launcher first, then the kernel.
 
 A program holds rows (queries x heads) and streams keys. Scores are taken rank first:
 q k^T = aq (bq bk^T). The long product has the input dtype on both sides, so it is exact, and needs
-a tile of R rows instead of H; the short product with aq keeps all of float32 (see `matmul`),
-for the log-sum-exp is not rounded to 16 bits. Beyond the length scores are hidden, and so need not
-be what they are made of.
+a tile of R rows instead of H; the short product with aq keeps all of float32 (see `matmul`), as the
+log-sum-exp is not rounded to 16 bits.
 """
 
 from functools import partial
@@ -22,20 +21,13 @@ from pallas_ops.core.tiles import Ref, power_of_two
 from pallas_ops.ops.tpa_decode import heads, prompt
 from pallas_ops.ops.tpa_decode.choose import choose
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
-from pallas_ops.ops.tpa_decode.keys import (
-    Keys,
-    blocks_of_split,
-    each_rank,
-    key_range,
-    look_up,
-    sum_ranks,
-)
+from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, key_range, look_up
 from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
 from pallas_ops.ops.tpa_decode.merge import merge
-from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, flattened, per_batch, store
+from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, per_batch, per_split, store
 from pallas_ops.ops.tpa_decode.words import join, pack, split, times
 
-State = tuple[jax.Array, jax.Array, list[jax.Array]]  # maximum, sum, accumulators of some rows
+State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators
 Carry = tuple[list[jax.Array] | None, list[State]]  # pages of the block, if looked up ahead
 
 
@@ -47,27 +39,25 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
     if prompt.takes(s, p):
         return prompt.attend(o, p)
     c = p.config or choose(s, card.current(), batch_invariant=p.batch_invariant)
-    plan, rows, splits = Plan(s, c, p, s.has_pairs(c.block_h)), s.n * s.h, c.num_splits
+    plan, rows, splits = Plan(s, c, p), s.n * s.h, c.num_splits
     if s.pages is not None:  # one cache for the whole batch
         o = o.with_cache(lambda x: x.reshape(1, -1, *x.shape[2:]))
     if s.quantised:
         o = o._replace(bk=pack(o.bk), bv=pack(o.bv))
-    arrays = flattened(plan, o)[:8]  # up to the page table
+    arrays = plan.flattened(o)[:8]  # up to the page table
     dtype = jnp.dtype(p.out_dtype if splits == 1 or s.is_rounded else jnp.float32)
+    results = [
+        jax.ShapeDtypeStruct((s.b, splits, rows, s.e), dtype),
+        jax.ShapeDtypeStruct((s.b, splits, rows), jnp.float32),
+    ]
     out, lse = launch(
         partial(_forward_kernel, plan=plan),
         *arrays,
         name="tpa_decode",
         grid=(plan.row_blocks, splits, s.b),
-        in_specs=[None if x is None else per_batch(x) for x in arrays],
-        out_specs=[
-            pl.BlockSpec((None, None, rows, s.e), lambda _, i, b: (b, i, 0, 0)),
-            pl.BlockSpec((None, None, rows), lambda _, i, b: (b, i, 0)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((s.b, splits, rows, s.e), dtype),
-            jax.ShapeDtypeStruct((s.b, splits, rows), jnp.float32),
-        ],
+        in_specs=[*map(per_batch, arrays)],
+        out_specs=[*map(per_split, results)],
+        out_shape=results,
         num_warps=c.num_warps,
         # Triton shares the stages out between two copies in a row, of the table and of its pages.
         num_stages=c.num_stages if s.pages is None or plan.looks_ahead else 2 * c.num_stages - 1,
@@ -107,47 +97,29 @@ def _forward_kernel(
     queries, bq, score_scale = _load_queries(plan, tiles, aq_ref, bq_ref)
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
-    weigh = times if plan.pieces == 1 and s.dtype == "bfloat16" else jnp.multiply
-    has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
 
     def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
         pages, states = carry
-        # Masks are the faster ones where two tiles load of one contiguous cache, by 10 %.
-        masked = len(tiles) > 1 and table_ref is None
-        keys = Keys(plan, i, limit, first_key, table_ref, pages, masked=masked, all_count=all_count)
+        keys = Keys(plan, i, limit, first_key, table_ref, pages, all_count=all_count)
         inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
         if bq is not None:  # [queries x ranks, entries]
             inner = [score_scale * sum_of_products(bq, inner, 3)]
         bv = keys.load_b(bv_ref, s.rv, s.e)
-
-        def of(tile: int, state: State) -> State:
-            top, total, accs = state
-            score = sum_of_products(queries[tile], inner, plan.score_pieces)
-            score = sum_ranks(score * heads.load(keys, tiles[tile], ak_ref, s.rk), s.rk)
+        new_states = []
+        for rows, query, state in zip(tiles, queries, states, strict=True):
+            score = sum_of_products(query, inner, plan.score_pieces)
+            score = heads.sum_ranks(score * heads.load(keys, rows, ak_ref, s.rk), s.rk)
             if bq is None and score_scale != 1:
                 score *= score_scale
-            score = jnp.where(keys.seen(tiles[tile], length), score, -jnp.inf)
-            new_top = jnp.maximum(top, score.max(axis=1))
-            p = exp2(score - new_top[:, None])
-            fade = exp2(top - new_top)
-            av = heads.load(keys, tiles[tile], av_ref, s.rv)
-            weight = weigh(each_rank(p, s.rv), av)
-            accs = [
-                dot(weight, x, acc * fade[:, None], pieces=plan.pieces)
-                for x, acc in zip(bv, accs, strict=True)
-            ]
-            if len(tiles) > 1:
-                # Triton lets a product run on into the next step, and keeps what it reads until
-                # then, unless a tile of fewer heads reads bv as well. It waits for what is used.
-                accs = [acc + 0.0 for acc in accs]
-            return new_top, total * fade + p.sum(axis=1), accs
-
-        states = [of(*x) for x in enumerate(states)]
-        return look_up(plan, i + 1, table_ref, limit) if plan.looks_ahead else None, states
+            score = jnp.where(keys.seen(rows, length), score, -jnp.inf)
+            new_states.append(_add_values(keys, rows, score, av_ref, bv, state))
+        return look_up(plan, i + 1, table_ref, limit) if plan.looks_ahead else None, new_states
 
     pages = look_up(plan, start, table_ref, limit) if plan.looks_ahead else None
     carry: Carry = pages, [_empty(plan, rows) for rows in tiles]
-    if has_wide_tile and plan.p.window is None and not Keys(plan, start, limit).all_count:
+    has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
+    may_end_early = not isinstance(limit, int) or limit % plan.c.block_m
+    if has_wide_tile and plan.p.window is None and may_end_early:
         # Blocks of which all keys count come first. Where a block may end early ptxas makes these
         # tiles' asynchronous products (wgmma) wait for one another: 8 % of the time.
         whole = jnp.minimum(stop, limit // plan.c.block_m)
@@ -156,6 +128,27 @@ def _forward_kernel(
     _, states = lax.fori_loop(start, stop, step, carry)
     for rows, state in zip(tiles, states, strict=True):
         _store(plan, rows, state, out_ref, lse_ref)
+
+
+def _add_values(
+    keys: Keys, rows: Rows, score: jax.Array, av_ref: Ref, bv: list[jax.Array], state: State
+) -> State:
+    """One step of the online softmax: the state of earlier keys, and these keys' values."""
+    plan, s = keys.plan, keys.plan.s
+    row_max, row_sum, accs = state
+    new_max = jnp.maximum(row_max, score.max(axis=1))
+    p = exp2(score - new_max[:, None])
+    rescale = exp2(row_max - new_max)
+    av = heads.load(keys, rows, av_ref, s.rv)
+    multiply = times if plan.pieces == 1 and s.dtype == "bfloat16" else jnp.multiply
+    weight = multiply(heads.each_rank(p, s.rv), av)
+    pairs = zip(bv, accs, strict=True)
+    accs = [plan.dot(weight, x, acc * rescale[:, None]) for x, acc in pairs]
+    if len(plan.tiles) > 1:
+        # Triton lets a product run on into the next step, and keeps what it reads until then,
+        # unless a tile of fewer heads reads bv as well. It waits for what is used.
+        accs = [acc + 0.0 for acc in accs]
+    return new_max, row_sum * rescale + p.sum(axis=1), accs
 
 
 def _load_queries(
@@ -174,15 +167,15 @@ def _load_queries(
 
 
 def _store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> None:
-    top, total, accs = state
-    none = total == 0
-    nonzero = jnp.where(none, 1.0, total)
-    lse = jnp.where(none, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
+    row_max, row_sum, accs = state
+    empty = row_sum == 0
+    nonzero = jnp.where(empty, 1.0, row_sum)
+    lse = jnp.where(empty, -jnp.inf, (row_max + jnp.log2(nonzero)) / LOG2E)
     store(out_ref, join(accs) * (plan.p.value_scale / nonzero)[:, None], *rows.whole(plan.s.e))
     plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
 
 
 def _empty(plan: Plan, rows: Rows) -> State:
-    top = jnp.full((len(rows.index),), LOWEST, jnp.float32)
+    row_max = jnp.full((len(rows.index),), LOWEST, jnp.float32)
     acc = jnp.zeros((len(rows.index), plan.s.tile_e // plan.s.parts), jnp.float32)
-    return top, jnp.zeros_like(top), [acc] * plan.s.parts
+    return row_max, jnp.zeros_like(row_max), [acc] * plan.s.parts

@@ -10,7 +10,7 @@ made of them is the left side of a product, which the tensor cores take from reg
 
 from functools import partial, reduce
 from operator import add, mul
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,12 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode import heads, reference
+from pallas_ops.ops.tpa_decode import reference
 from pallas_ops.ops.tpa_decode.choose import choose_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
-from pallas_ops.ops.tpa_decode.keys import Keys, join_ranks, key_range, of_ranks, part
-from pallas_ops.ops.tpa_decode.matmul import dot
-from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, flattened, load, per_batch, store
+from pallas_ops.ops.tpa_decode.heads import join_ranks, load_ranks, of_ranks
+from pallas_ops.ops.tpa_decode.keys import Keys, key_range, part
+from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, load, per_batch, per_split, store
 
 
 def one_pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ...]:
@@ -36,26 +36,22 @@ def one_pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array,
     config = choose_backward(s, card.current())
     if config is None:
         return reference.backward(*o, p=p)
-    plan = Plan(s, config, p, pairs=s.has_two_ranks_in_pairs, narrow=True)
-    f = flattened(plan, o)
+    plan = Plan(s, config, p, backward=True)
+    f = plan.flattened(o)
     arrays = f.aq, f.bq, f.lengths, f.ak, f.av, f.bk, f.bv, f.out, f.dout, f.lse, f.dlse
     of_queries, of_keys = [x for x in (o.aq, o.bq) if x is not None], (o.ak, o.av, o.bk, o.bv)
-    keyed, splits = [flat(x) for x in of_keys], config.num_splits
-    partials = [(s.b, splits, *flat(x).shape[1:]) for x in of_queries]
+    dtype = jnp.float32 if exact else o.ak.dtype
+    keyed = [jax.ShapeDtypeStruct(flat(x).shape, dtype) for x in of_keys]
+    shapes = [(s.b, config.num_splits, *flat(x).shape[1:]) for x in of_queries]
+    partials = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     grads = launch(
         partial(_backward_kernel, plan=plan),
         *arrays,
         name="tpa_decode_backward",
-        grid=(splits, s.b),
-        in_specs=[None if x is None else per_batch(x) for x in arrays],
-        out_specs=[
-            *(pl.BlockSpec((None, None, *x[2:]), lambda i, b: (b, i, 0, 0)) for x in partials),
-            *(per_batch(x) for x in keyed),
-        ],
-        out_shape=[
-            *(jax.ShapeDtypeStruct(x, jnp.float32) for x in partials),
-            *(jax.ShapeDtypeStruct(x.shape, jnp.float32 if exact else x.dtype) for x in keyed),
-        ],
+        grid=(config.num_splits, s.b),
+        in_specs=[*map(per_batch, arrays)],
+        out_specs=[*map(per_split, partials), *map(per_batch, keyed)],
+        out_shape=[*partials, *keyed],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -84,7 +80,7 @@ def _backward_kernel(
     plan: Plan,
 ) -> None:
     *dbq_ref, dak_ref, dav_ref, dbk_ref, dbv_ref = others
-    s, c, exact = plan.s, plan.c, partial(dot, pieces=plan.pieces)
+    s, c = plan.s, plan.c
     tiles = Rows.of_program(plan, 0)
     queries = [_Queries(x, aq_ref, out_ref, dout_ref, lse_ref, dlse_ref) for x in tiles]
     bq = tiles[0].load_bq(bq_ref)
@@ -93,27 +89,27 @@ def _backward_kernel(
 
     def step(i: jax.Array, dqs: list[jax.Array]) -> list[jax.Array]:
         # Blocks without keys that count are stored, too, as zeros; nothing is loaded for them.
-        keys = Keys(plan, i, limit, first_key, masked=True, octets=True)
-        stored = Keys(plan, i, s.m, masked=True, octets=True)
+        keys = Keys(plan, i, limit, first_key)
+        stored = Keys(plan, i, s.m)
         bk = load(bk_ref, *keys.features(s.rk, s.d))
         bv = load(bv_ref, *keys.features(s.rv, s.e))
-        inner = bk if bq is None else exact(bk, bq.T)
+        inner = bk if bq is None else plan.dot(bk, bq.T)
         dbv: Any = None
         dinner: Any = None
         new_dqs = []
         for q, dq in zip(queries, dqs, strict=True):
-            x = _scores(q, keys, length, ak_ref, av_ref, inner, bv)
-            dav = q.rows.gather(join_ranks([x.p * t for t in x.t])) * plan.p.value_scale
+            p, ds, u, t, ak, av = _scores(q, keys, length, ak_ref, av_ref, inner, bv)
+            dav = q.rows.gather(join_ranks([p * x for x in t])) * plan.p.value_scale
             dav = dav.astype(dav_ref.dtype)
-            dbv = exact(join_ranks([x.p * av for av in x.av]), q.dout, dbv)
-            dak = q.rows.gather(join_ranks([x.ds * u for u in x.u])).astype(dak_ref.dtype)
-            g = join_ranks([x.ds * ak for ak in x.ak])
-            dinner = exact(g, q.aq, dinner)
-            new_dqs.append(exact(bk.T, g, dq))
+            dbv = plan.dot(join_ranks([p * x for x in av]), q.dout, dbv)
+            dak = q.rows.gather(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
+            g = join_ranks([ds * x for x in ak])
+            dinner = plan.dot(g, q.aq, dinner)
+            new_dqs.append(plan.dot(bk.T, g, dq))
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
             store(dak_ref, dak, *stored.heads(q.rows, s.rk))
         store(dbv_ref, dbv, *stored.features(s.rv, s.e))
-        store(dbk_ref, dinner if bq is None else exact(dinner, bq), *stored.features(s.rk, s.d))
+        store(dbk_ref, dinner if bq is None else plan.dot(dinner, bq), *stored.features(s.rk, s.d))
         return new_dqs
 
     zeros = [jnp.zeros((s.tile_d, len(x.index)), jnp.float32) for x in tiles]
@@ -136,17 +132,6 @@ class _Queries:
         self.delta = out.sum(axis=1) - dlse
 
 
-class _Scores(NamedTuple):
-    """Of a block of keys and a tile of rows: all [keys / 8, 8, rows], and lists of each rank."""
-
-    p: jax.Array
-    ds: jax.Array
-    u: list[jax.Array]
-    t: list[jax.Array]
-    ak: list[jax.Array]
-    av: list[jax.Array]
-
-
 def _scores(
     q: _Queries,
     keys: Keys,
@@ -155,19 +140,17 @@ def _scores(
     av_ref: Ref,
     inner: jax.Array,  # bk bq^T, or bk without bq
     bv: jax.Array,
-) -> _Scores:
-    plan, rows = keys.plan, q.rows
-    s, exact = plan.s, partial(dot, pieces=plan.pieces)
-
-    ak = heads.load_ranks(keys, rows, ak_ref, s.rk)
-    av = [x * plan.p.value_scale for x in heads.load_ranks(keys, rows, av_ref, s.rv)]
-    u, t = of_ranks(exact(inner, q.aq.T), s.rk), of_ranks(exact(bv, q.dout.T), s.rv)
+) -> tuple[Any, ...]:
+    """p, ds, u, t, ak and av (see above), each [keys / 8, 8, rows]; the last four of each rank."""
+    plan, s, rows = keys.plan, keys.plan.s, q.rows
+    ak = load_ranks(keys, rows, ak_ref, s.rk)
+    av = [x * plan.p.value_scale for x in load_ranks(keys, rows, av_ref, s.rv)]
+    u, t = of_ranks(plan.dot(inner, q.aq.T), s.rk), of_ranks(plan.dot(bv, q.dout.T), s.rv)
     score = reduce(add, map(mul, u, ak)) * plan.p.score_scale
-    seen = keys.seen(rows, length, keys_first=True) & rows.inside[None, :]
-    seen = seen.reshape(score.shape)
+    seen = (keys.seen(rows, length) & rows.inside[None, :]).reshape(score.shape)
     p = jnp.where(seen, exp2((score - q.lse[None, None]) * LOG2E), 0.0)
     ds = reduce(add, map(mul, t, av)) - q.delta[None, None]
-    return _Scores(p, ds * p * plan.p.score_scale, u, t, ak, av)
+    return p, ds * p * plan.p.score_scale, u, t, ak, av
 
 
 def _store_queries(
@@ -178,15 +161,15 @@ def _store_queries(
     daq_ref: Ref,
     dbq_ref: Ref | None = None,
 ) -> None:
-    s, exact, dbq = plan.s, partial(dot, pieces=plan.pieces), None
+    s, dbq = plan.s, None
     for q, dq in zip(queries, dqs, strict=True):
         if bq is None:
             store(daq_ref, dq.T, *q.rows.whole(s.d))
             continue
-        daq = jnp.where(q.rows.own, exact(bq, dq).T, 0.0)
+        daq = jnp.where(q.rows.own, plan.dot(bq, dq).T, 0.0)
         daq = daq.reshape(-1, plan.c.block_n, s.tile_r).sum(axis=1)
         store(daq_ref, daq, *q.rows.whole(s.r))
-        dbq = exact(dq, q.aq, dbq)
+        dbq = plan.dot(dq, q.aq, dbq)
     if dbq is not None:
         rows, d = queries[0].rows, span(s.tile_d)
         mask = rows.rank_inside[:, None] & (d < s.d)[None, :]

@@ -1,5 +1,6 @@
 """The keys of a program of tpa_decode: which ones it takes, and what it loads of them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly, stack
+from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly
 from pallas_ops.ops.tpa_decode.choose import split_size
 from pallas_ops.ops.tpa_decode.config import tile
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, grouped, load
@@ -20,11 +21,12 @@ class Keys:
 
     An entry is one rank of one key. Tiles hold a power of two of ranks a key. In place of a key
     that does not count, the nearest one that does is loaded (there must be one), or none (`masked`,
-    as for stores). With `octets` entries come as eight keys of one rank, the same eight of the next
-    one, ...: a thread that has row r of a tensor core's result has row r + 8 as well, so it has all
-    of two ranks (`of_ranks`).
-    With a page table [pages], key m is at place m % size of page table[m // size]. `pages` are
-    those of this block, if they were looked up before.
+    as for stores). With a page table [pages], key m is at place m % size of page table[m // size].
+    `pages` are those of this block, if they were looked up before.
+
+    Backward, entries come in octets: eight keys of one rank, the same eight of the next one, ...
+    A thread that has row r of a tensor core's result has row r + 8 as well, so of two ranks it has
+    both (`heads.of_ranks`).
     """
 
     def __init__(
@@ -36,49 +38,43 @@ class Keys:
         table_ref: Ref | None = None,
         pages: list[jax.Array] | None = None,
         *,
-        masked: bool = False,
         all_count: bool = False,
-        octets: bool = False,
     ) -> None:
-        self.octets = octets
-        self._entries: dict[tuple[int, bool], tuple[jax.Array, jax.Array]] = {}
         self.plan, self.stop, self.table_ref, self.pages = plan, stop, table_ref, pages
         self.first = None if isinstance(first, int) and first == 0 else first
-        self.begin, self.masked = step * plan.c.block_m, masked
+        self.begin = step * plan.c.block_m
         whole = isinstance(stop, int) and stop % plan.c.block_m == 0 and self.first is None
         self.all_count = all_count or whole
+        # Masks are the faster ones where two tiles load of one contiguous cache, by 10 %.
+        self.masked = plan.backward or (len(plan.tiles) > 1 and table_ref is None)
         self.index = self.begin + span(plan.c.block_m)
         self.inside = self._count(self.index)
+        self.entries = functools.cache(self._entries)  # each tile of heads asks for them
 
     def _count(self, index: jax.Array) -> jax.Array:
         if self.all_count:
-            return jnp.full(index.shape, True)  # the compiler cannot tell
+            return jnp.full(index.shape, True)
         inside = index < self.stop
         return inside if self.first is None else inside & (index >= self.first)
 
-    def seen(self, rows: Rows, length: jax.Array | int, *, keys_first: bool = False) -> jax.Array:
-        """[rows, keys] or [keys, rows]: which query sees which key.
+    def seen(self, rows: Rows, length: jax.Array | int) -> jax.Array:
+        """[rows, keys], backward [keys, rows]: which query sees which key.
 
         Query n of N sees the last `window` keys m < length - (N - 1 - n).
         """
-        s, window = self.plan.s, self.plan.p.window
+        s, window, backward = self.plan.s, self.plan.p.window, self.plan.backward
         if s.n == 1:
-            return jnp.expand_dims(self.inside, int(keys_first))
-        key = jnp.expand_dims(self.index, int(keys_first))
-        last = jnp.expand_dims(length - (s.n - 1) + rows.query, int(not keys_first))
+            return jnp.expand_dims(self.inside, int(backward))
+        key = jnp.expand_dims(self.index, int(backward))
+        last = jnp.expand_dims(length - (s.n - 1) + rows.query, int(not backward))
         seen = key < jnp.minimum(last, s.m)
         return seen if window is None else seen & (key >= last - window)
 
-    def entries(self, ranks: int, *, odd: bool = False) -> tuple[jax.Array, jax.Array]:
+    def _entries(self, ranks: int, odd: bool = False) -> tuple[jax.Array, jax.Array]:
         """Which rows of an array [M ranks, ..] they are (or those of odd ranks); which exist."""
-        if (ranks, odd) not in self._entries:  # each tile of heads asks
-            self._entries[ranks, odd] = self._find_entries(ranks, odd)
-        return self._entries[ranks, odd]
-
-    def _find_entries(self, ranks: int, odd: bool) -> tuple[jax.Array, jax.Array]:
         size = power_of_two(ranks) >> odd
         key, rank = grouped(self.plan.c.block_m, size)
-        if self.octets:
+        if self.plan.backward:
             octet, place = grouped(self.plan.c.block_m * size // 8, 8)
             key, rank = octet // size * 8 + place, octet % size
         key = self.index if ranks == 1 else key + self.begin
@@ -124,35 +120,6 @@ class Keys:
         """Where ak or av [M ranks, H] has these heads."""
         entry, inside = self.entries(ranks)
         return entry, rows.first_h + rows.column, inside[:, None] & rows.column_inside[None, :]
-
-
-def sum_ranks(x: jax.Array, ranks: int) -> jax.Array:
-    """[rows, entries] as [rows, keys]"""
-    size = power_of_two(ranks)
-    return x if size == 1 else x.reshape(len(x), -1, size).sum(axis=2)
-
-
-def each_rank(x: jax.Array, ranks: int) -> jax.Array:
-    """[rows, keys] as [rows, entries]; the transpose of `sum_ranks`."""
-    size = power_of_two(ranks)
-    if size == 1:
-        return x
-    return jnp.broadcast_to(x[..., None], (*x.shape, size)).reshape(len(x), -1)
-
-
-def of_ranks(x: jax.Array, ranks: int) -> list[jax.Array]:
-    """[entries, rows] in octets as [keys / 8, 8, rows] of each rank.
-
-    No axis here ever has size 1: Triton would give such a tile another layout, by way of shared
-    memory.
-    """
-    size = power_of_two(ranks)
-    return list(lax.split(x.reshape(-1, 8 * size, x.shape[1]), (8,) * size, 1))
-
-
-def join_ranks(xs: list[jax.Array]) -> jax.Array:
-    """The inverse of `of_ranks`."""
-    return stack(xs).transpose(0, 3, 1, 2).reshape(-1, xs[0].shape[2])
 
 
 def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array]:

@@ -18,12 +18,11 @@ def dot(
     """acc + a @ b, summed in float32, with no operand rounded to 16 bits.
 
     Products of two bfloat16 or two float16 numbers are exact in float32. A float32 tile that
-    meets a bfloat16 one is taken as the sum of so many bfloat16 tiles: two are within 2**-16 of
-    it, which is enough for what is rounded to 16 bits in the end; three hold all of its bits; one
-    is within 2**-9. A float16 tile that meets three is the sum of two. Any other pair runs as
-    three TF32 products (within 2**-21): two float16 pieces of a float32 number would overflow.
-    Where one piece will do, a float32 tile is rounded to float16 as well, and two of float32 run as
-    one TF32 product.
+    meets a bfloat16 one is taken as the sum of `pieces` bfloat16 tiles: one is within 2**-9 of it;
+    two within 2**-16, enough for what is rounded to 16 bits in the end; three hold all of its bits,
+    and a float16 tile that meets them is the sum of two. Any other pair runs as three TF32 products
+    (within 2**-21): float16 pieces of a float32 number would overflow. With one piece a float32
+    tile that meets a float16 one is rounded to float16, and two of float32 run as one TF32 product.
     """
     if pieces == 1 and jnp.float16 in (a.dtype, b.dtype):
         a, b = a.astype(jnp.float16), b.astype(jnp.float16)

@@ -1,8 +1,8 @@
 """Many queries at JAX's default precision: cuDNN's attention to keys and values that are formed.
 
-From some hundred queries on, arithmetic is what takes the time, and cuDNN does twice as much of it
-a second as a kernel of Triton. It has no mask for queries that are the last of the keys. So the
-keys come in two parts: the last N, whose mask is the usual causal one, and all before these.
+From some hundred queries on the products take the time, and cuDNN is twice as fast at them as a
+Triton kernel. It has no mask for queries that are the last of the keys. So the keys come in two
+parts: the last N, whose mask is the usual causal one, and all before these.
 """
 
 import importlib
@@ -22,8 +22,8 @@ from pallas_ops.ops.tpa_decode import reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, tile
 from pallas_ops.ops.tpa_decode.tiles import per_batch
 
-# Queries times padded heads times ranks. With fewer, reading the factors again and again takes less
-# time than forming keys and values.
+# Queries times padded heads times ranks. Of fewer, to form keys and values takes longer than to
+# read the factors again and again.
 LEAST_ROWS = 12_288
 
 try:  # `jax.nn.dot_product_attention` rounds the log-sum-exp to 16 bits.
@@ -52,18 +52,17 @@ def differentiates(o: Operands, p: Params) -> bool:
 
 def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
     """Gradients of the factors there are, by way of those of q, k and v."""
-    dtype, n = o.ak.dtype, o.aq.shape[1]
-    options: dict[str, Any] = dict(scale=1.0, is_causal=True)
+    n, dtype, wide = o.aq.shape[1], o.ak.dtype, jnp.float32
+    attention = partial(jax.nn.dot_product_attention, scale=1.0, is_causal=True)
     if not launch.is_interpreted():
-        options["implementation"] = "cudnn"
+        attention, wide = partial(attention, implementation="cudnn"), dtype
 
     def even(x: Any) -> Any:
         """cuDNN takes an even number of tokens. One of zeros at the end adds to no gradient."""
         return x if x is None else jnp.pad(x, [(0, 0), (0, n % 2), *[(0, 0)] * (x.ndim - 2)])
 
     def product(form: str, x: jax.Array, y: jax.Array, scale: float = 1.0) -> jax.Array:
-        total = jnp.einsum(form, x.astype(y.dtype), y, preferred_element_type=jnp.float32)
-        return scale * total
+        return scale * jnp.einsum(form, x.astype(y.dtype), y, preferred_element_type=jnp.float32)
 
     aq, ak, av, bq, bk, bv, dout = map(even, (*o[:6], o.dout))
     if bq is None:
@@ -72,16 +71,14 @@ def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
         q = product("bnhr,bnrd->bnhd", aq, bq, p.score_scale)
     k = product("bmkh,bmkd->bmhd", ak, bk)
     v = product("bmkh,bmkd->bmhd", av, bv, p.value_scale)
-    wide = jnp.float32 if launch.is_interpreted() else dtype
-    qkv = (x.astype(dtype).astype(wide) for x in (q, k, v))
-    _, pull = jax.vjp(partial(jax.nn.dot_product_attention, **options), *qkv)
+    _, pull = jax.vjp(attention, *(x.astype(dtype).astype(wide) for x in (q, k, v)))
     dq, dk, dv = pull(dout.astype(wide))
 
     def of_factors(form: str, g: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Any:
         """Of a and b, where g is the gradient of their scaled product."""
-        axes, (of_a, of_b) = "bmhd", form.split(",")
-        da = product(f"{axes},{of_b}->{of_a}", g, b, scale)
-        db = product(f"{axes},{of_a}->{of_b}", g, a, scale)
+        of_a, of_b = form.split(",")
+        da = product(f"bmhd,{of_b}->{of_a}", g, b, scale)
+        db = product(f"bmhd,{of_a}->{of_b}", g, a, scale)
         return da[:, :n].astype(a.dtype), db[:, :n].astype(b.dtype)
 
     dak, dbk = of_factors("bmkh,bmkd", dk, ak, bk, 1.0)
@@ -137,7 +134,7 @@ def _attend(
     value_scale: float,
     is_causal: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """To these keys, of which the first `lengths` exist; by cuDNN, or in jax.numpy."""
+    """Attention to these keys, of which the first `lengths` exist; by cuDNN, or in jax.numpy."""
     k, v = _formed(o.ak, o.bk, lengths, keys), _formed(o.av, o.bv, lengths, keys, value_scale)
     if launch.is_interpreted():
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -156,7 +153,7 @@ def _attend(
 
 
 def _merged(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """Attention to all keys from that to disjoint parts of them, by their log-sum-exps."""
+    """Merges attention to disjoint parts of the keys by their log-sum-exps."""
     outs, lses = zip(*parts, strict=True)
     weights, lse = reference.softmax(jnp.stack(lses, axis=-1))
     out = jnp.zeros_like(outs[0])
@@ -179,7 +176,7 @@ def _formed(
         *arrays,
         name="tpa_decode_form",
         grid=(pl.cdiv(m, rows), pl.cdiv(heads * size, columns), batch),
-        in_specs=[None if x is None else per_batch(x) for x in arrays],
+        in_specs=[*map(per_batch, arrays)],
         out_specs=[pl.BlockSpec((None, m, heads * size), lambda *ids: (ids[-1], 0, 0))],
         out_shape=[jax.ShapeDtypeStruct((batch, m, heads * size), a.dtype)],
         num_warps=4,

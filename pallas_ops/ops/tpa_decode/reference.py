@@ -29,19 +29,12 @@ def with_ranks(o: Operands) -> Operands:
     return o.with_cache(lambda x: x[:, :, None] if x.ndim == 3 else x)
 
 
-def scales(
-    sizes: tuple[int, int | None, int, int], given: Sequence[Scale | None]
-) -> tuple[Scale, Scale]:
-    """scale * scale_q * scale_k, and scale_v; by default D**-0.5 / (R Rk), and 1 / Rv.
-
-    A query without factors has no R, and counts as it is.
-    """
-    d, r, rk, rv = sizes
-    scale, query, key, value = given
-    scale = _size(d) ** -0.5 if scale is None else scale
-    query = (1.0 if r is None else 1 / _size(r)) if query is None else query
-    key = 1 / _size(rk) if key is None else key
-    value = 1 / _size(rv) if value is None else value
+def scales(sizes: Sequence[int], given: Sequence[Scale | None]) -> tuple[Scale, Scale]:
+    """scale * scale_q * scale_k, and scale_v; by default D**-0.5 / (R Rk), and 1 / Rv."""
+    d, r, rk, rv = map(_size, sizes)
+    defaults = d**-0.5, 1 / r, 1 / rk, 1 / rv
+    pairs = zip(given, defaults, strict=True)
+    scale, query, key, value = (default if x is None else x for x, default in pairs)
     return scale * query * key, value
 
 

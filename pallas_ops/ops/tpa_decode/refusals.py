@@ -31,11 +31,8 @@ def static(
     implementation: Implementation | None,
     config: TpaDecodeConfig | None,
     precision: Precision | lax.Precision | None,
-) -> tuple[tuple[Any, ...], Params]:
-    """D, R, Rk, Rv and the static arguments, or a refusal; all hashable, so it runs once.
-
-    The operands are `jax.ShapeDtypeStruct`s.
-    """
+) -> tuple[tuple[int, ...], Params]:
+    """D, R, Rk, Rv and the static arguments, or a refusal, of `jax.ShapeDtypeStruct`s."""
     implementations.check(implementation, config, TpaDecodeConfig)
     sizes = {"Rk": 1, "Rv": 1} | _sizes(o)
     _check_dtypes(o)
@@ -68,7 +65,7 @@ def static(
         implementation=implementation,
         config=config,
     )
-    return tuple(sizes.get(letter) for letter in ("D", "R", "Rk", "Rv")), params
+    return (sizes["D"], sizes.get("R", 1), sizes["Rk"], sizes["Rv"]), params
 
 
 def _sizes(o: Operands) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,8 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode.config import (
-    Operands,
-    Params,
-    Sizes,
-    TpaDecodeConfig,
-    head_tiles,
-    narrow_tiles,
-)
-from pallas_ops.ops.tpa_decode.matmul import Pieces
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
+from pallas_ops.ops.tpa_decode.matmul import Pieces, dot
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -29,13 +23,16 @@ class Plan:
     s: Sizes
     c: TpaDecodeConfig
     p: Params
-    pairs: bool = False  # whether heads are loaded in pairs
-    narrow: bool = False  # whether heads come in tiles of 32, as going backward
+    backward: bool = False
 
     @property
     def tiles(self) -> tuple[int, ...]:
         """A program's tiles of heads."""
-        return (narrow_tiles if self.narrow else head_tiles)(self.c.block_h)
+        return head_tiles(self.c.block_h, backward=self.backward)
+
+    @property
+    def pairs(self) -> bool:
+        return self.s.has_pairs(self.c.block_h, backward=self.backward)
 
     @property
     def pages_a_block(self) -> int:
@@ -64,9 +61,22 @@ class Plan:
         """Of scores: the log-sum-exp is float32."""
         return 1 if self.s.precision == "default" else 2 if self.s.is_coarse else 3
 
+    def dot(self, a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
+        """acc + a @ b, for the output or a gradient."""
+        return dot(a, b, acc, pieces=self.pieces)
+
     @property
     def row_blocks(self) -> int:
         return self.head_blocks * pl.cdiv(self.s.n, self.c.block_n)
+
+    def flattened(self, o: Operands) -> Operands:
+        """As kernels take them; heads that are loaded in pairs are [B, M ranks H]."""
+        arrays = Operands(*(x if x is None or x.ndim < 3 else flat(x) for x in o))
+        if o.lengths is not None:
+            arrays = arrays._replace(lengths=o.lengths[:, None])
+        if self.pairs:
+            arrays = arrays._replace(ak=o.ak.reshape(len(o.ak), -1), av=o.av.reshape(len(o.av), -1))
+        return arrays
 
 
 def flat(x: jax.Array) -> jax.Array:
@@ -74,20 +84,19 @@ def flat(x: jax.Array) -> jax.Array:
     return x.reshape(len(x), -1, *x.shape[3:])
 
 
-def flattened(plan: Plan, o: Operands) -> Operands:
-    """As kernels take them. Heads that are loaded in pairs [B, M ranks H] have no axis of ranks."""
-    arrays = Operands(*(x if x is None or x.ndim < 3 else flat(x) for x in o))
-    if o.lengths is not None:
-        arrays = arrays._replace(lengths=o.lengths[:, None])
-    if plan.pairs:
-        arrays = arrays._replace(ak=o.ak.reshape(len(o.ak), -1), av=o.av.reshape(len(o.av), -1))
-    return arrays
-
-
-def per_batch(x: jax.Array) -> pl.BlockSpec:
+def per_batch(x: Any) -> Any:
     """All of an array but its batch axis, the last of the grid, along which it may have size 1."""
-    rest = (0,) * (x.ndim - 1)
-    return pl.BlockSpec((None, *x.shape[1:]), lambda *ids: (ids[-1] if len(x) > 1 else 0, *rest))
+    if x is None:
+        return None
+    b, *shape = x.shape
+    rest = (0,) * len(shape)
+    return pl.BlockSpec((None, *shape), lambda *ids: (ids[-1] if b > 1 else 0, *rest))
+
+
+def per_split(x: jax.ShapeDtypeStruct) -> pl.BlockSpec:
+    """One split's part of an array [B, splits, ...]; the grid ends with splits and batch."""
+    rest = (0,) * (x.ndim - 2)
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda *ids: (ids[-1], ids[-2], *rest))
 
 
 def load(ref: Ref, i: jax.Array, j: jax.Array, mask: jax.Array) -> jax.Array:

@@ -29,19 +29,16 @@ UNSHARDED = "n", "r", "k", "v", "d"
 def _forward_of_shard(
     run: Any, mesh_axes: Names, *operands: jax.Array | None, p: Params
 ) -> tuple[jax.Array, jax.Array]:
-    """Partial results are float32, and merged."""
     o = reference.with_lengths(Operands(*operands), p.window, mesh_axes)
+    # Merged before they are rounded.
     out, lse = run(FORWARD, *o, p=dataclasses.replace(p, out_dtype="float32"))
     out, lse = reference.merge_shards(out, lse, mesh_axes)
     return out.astype(p.out_dtype), lse
 
 
-def _backward_of_shard(
-    run: Any, mesh_axes: Names, *operands: jax.Array | None, p: Params
-) -> tuple[jax.Array, ...]:
+def _backward_of_shard(run: Any, mesh_axes: Names, *operands: jax.Array | None, p: Params) -> Any:
     o = reference.with_lengths(Operands(*operands), p.window, mesh_axes)
-    grads: tuple[jax.Array, ...] = run(backward_op(o.bq is not None), *o, p=p)
-    return grads
+    return run(backward_op(o.bq is not None), *o, p=p)
 
 
 FORWARD = Op(
@@ -84,7 +81,7 @@ def backward_op(has_bq: bool) -> Op:
     )
 
 
-def attention(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
+def attention(p: Params, o: Operands) -> Any:
     """out [B, N, H, E] and lse [B, N, H]; through a page table with the reference's gradient."""
     if p.implementation == "xla":
         return reference.forward(*o, p=p)
@@ -95,10 +92,7 @@ def _call(op: Op, p: Params, o: Operands) -> Any:
     return partition.call(op, *o, implementation=p.implementation, p=p)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
-    out, lse = _call(FORWARD, p, o)
-    return out, lse
+_attention = jax.custom_vjp(partial(_call, FORWARD), nondiff_argnums=(0,))
 
 
 def _forward(p: Params, o: Operands):  # type: ignore[no-untyped-def]

@@ -1,7 +1,7 @@
 """Features of eight bits, loaded as words of two and widened in registers.
 
-A word's two bytes go to two tiles: first those at even places, then those at odd ones. A product
-over all features is the sum of two over half of them.
+A word's two bytes go to two tiles: the features at even places, and those at odd ones. A product
+over all features is the sum of one over each.
 """
 
 import jax
@@ -43,10 +43,7 @@ _TIMES = """{
 mov.b32 zeros, 0x80008000;
 fma.rn.bf16x2 $0, $1, $2, zeros;
 }"""
-_WIDEN = {
-    "int8": (_INT8 % 0, _INT8 % 8),
-    "float8_e4m3fn": (_FLOAT8 % (0, 2), _FLOAT8 % (1, 3)),
-}
+_WIDEN = {"int8": (_INT8 % 0, _INT8 % 8), "float8_e4m3fn": (_FLOAT8 % (0, 2), _FLOAT8 % (1, 3))}
 
 
 def pack(x: jax.Array) -> jax.Array:
