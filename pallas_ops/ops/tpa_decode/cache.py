@@ -104,7 +104,7 @@ def quantize_tpa_factors(
     in a, so s needs no place of its own, and multiplying by it is exact (but in float16 a s may be
     subnormal). Only b / s is rounded: with normal factors (D = 128) the output differs by 1 to 2 %
     (int8) and 3 to 5 % (float8_e4m3fn) in the mean; with three features twenty times as large as
-    the others by 6 to 15 % with either.
+    the others by 4 to 15 % with either.
 
     Args:
       a: head factors [..., H]; bfloat16, float16 or float32.
