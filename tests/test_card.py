@@ -156,27 +156,26 @@ def test_odd_features_of_eight_bits_have_no_kernel() -> None:
         h200.compile_for_h200(pallas_ops.tpa_decode, *xs)
 
 
+def assert_runs_as_jax_numpy(fn: Callable[..., Any], xs: Any, kind: str, told: str) -> None:
+    """With a warning; an error where the kernel is asked for."""
+    with h200.instead(kind):
+        with pytest.warns(UserWarning, match=f"runs as jax.numpy: {told}"):
+            program = h200.compile_for_h200(fn, *xs)
+        assert not any("pallas_ops" in text for text in program.ptx)
+        with pytest.raises(ValueError, match=f"{told}.*{NONE}"):
+            h200.lower_for_h200(partial(fn, implementation="triton"), *xs)
+
+
 def test_what_no_card_fits_runs_as_jax_numpy() -> None:
     xs = factors(2, 64, 32, 16, 256, dtype="float32")
-    told = "float32 of R=16, Rk=1, Rv=1, D=256, E=256 on NVIDIA L4 .* 101376 bytes"
-    with h200.instead("NVIDIA L4"):
-        with pytest.warns(UserWarning, match=f"tpa_decode runs as jax.numpy: .*{told}"):
-            program = h200.compile_for_h200(pallas_ops.tpa_decode, *xs)
-        assert not any("pallas_ops" in text for text in program.ptx)
-        with pytest.raises(ValueError, match=f"tpa_decode has no kernel for {told}.*{NONE}"):
-            h200.lower_for_h200(partial(pallas_ops.tpa_decode, implementation="triton"), *xs)
+    told = "tpa_decode has no kernel for float32 of R=16, Rk=1, Rv=1, D=256, E=256 on NVIDIA L4 "
+    assert_runs_as_jax_numpy(pallas_ops.tpa_decode, xs, "NVIDIA L4", f"{told}.* 101376 bytes")
 
 
 @every_op
 def test_cards_before_ampere_run_jax_numpy(op: TestedOp) -> None:
     told = "NVIDIA T4 has compute capability 7.5, and the kernels need 8.0"
-    xs = op.structs(jnp.float32)
-    with h200.instead("NVIDIA T4"):
-        with pytest.warns(UserWarning, match=f"{op.name} runs as jax.numpy: {told}"):
-            program = h200.compile_for_h200(op.fn, *xs)
-        assert not any("pallas_ops" in text for text in program.ptx)
-        with pytest.raises(ValueError, match=f"{told}.*{NONE}"):
-            h200.lower_for_h200(partial(op.fn, implementation="triton"), *xs)
+    assert_runs_as_jax_numpy(op.fn, op.structs(jnp.float32), "NVIDIA T4", told)
 
 
 # Which card it is
