@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.scipy.special import logsumexp
 
 import pallas_ops
 from pallas_ops import LogcumsumexpConfig
@@ -204,14 +205,12 @@ def test_gradient_at_infinity_is_that_of_logsumexp(
 
 
 def _of_ends(x: jax.Array) -> jax.Array:
-    logsumexp = jax.scipy.special.logsumexp
     return jnp.stack([logsumexp(x[:, : i + 1], axis=1) for i in range(4)], axis=1)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-    "config",
-    [None, LogcumsumexpConfig(block_n=2, block_exact=1), LogcumsumexpConfig(block_n=4)],
+    "config", [None, LogcumsumexpConfig(block_n=2, block_exact=1), LogcumsumexpConfig(block_n=4)]
 )
 def test_every_order_of_infinities_and_nan(
     rng: Rng, config: LogcumsumexpConfig | None, reverse: bool

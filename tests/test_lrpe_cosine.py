@@ -242,10 +242,8 @@ def test_grad_of_grad(rng: Rng) -> None:
     xs, options = inputs(rng, width=10, n=3, act="silu")
 
     def second(fn: Any) -> Any:
-        def loss(*xs: jax.Array) -> jax.Array:
-            return jnp.sum(fn(*xs, **options) ** 3)
-
-        return jax.jit(jax.grad(lambda *xs: jnp.vdot(jax.grad(loss)(*xs), xs[0]), (0, 1)))(*xs)
+        first = jax.grad(lambda *xs: jnp.sum(fn(*xs, **options) ** 3))
+        return jax.jit(jax.grad(lambda *xs: jnp.vdot(first(*xs), xs[0]), (0, 1)))(*xs)
 
     interpreted = partial(pallas_ops.lrpe_cosine, implementation=KERNEL)
     assert_close(second(interpreted), second(pallas_ops.reference.lrpe_cosine), terms=1000)

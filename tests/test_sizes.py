@@ -36,6 +36,7 @@ LARGE = [
     (2**16 + 1, 2**23 + 77, 2**16 + 3),
     (3, 2**30 - 1, 2047),
 ]
+FACTORS: Any = dict(b=1, r=16, d=64, e=64, dtype="bfloat16")  # of tpa_decode
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +161,7 @@ def test_rotations(
     ],
 )
 def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    s = tpa_config.Sizes(b=1, n=n, m=m, h=h, r=16, d=64, e=64, rk=2, rv=2, dtype="bfloat16")
+    s = tpa_config.Sizes(**FACTORS, n=n, m=m, h=h, rk=2, rv=2)
     c = choose(s, H200)
     plan = tpa.Plan(s, c, tpa_config.Params())
     for i, split in programs((plan.row_blocks, c.num_splits), monkeypatch):
@@ -194,19 +195,7 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_decoding_of_pages(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last key of the last page of the largest pool, and what is out of range."""
     count = LONGEST // 2 // size
-    s = tpa_config.Sizes(
-        b=1,
-        n=1,
-        m=7 * size,
-        h=47,
-        r=16,
-        d=64,
-        e=64,
-        rk=2,
-        rv=2,
-        dtype="bfloat16",
-        pages=(count, size),
-    )
+    s = tpa_config.Sizes(**FACTORS, n=1, m=7 * size, h=47, rk=2, rv=2, pages=(count, size))
     c = choose(s, H200)
     assert not s.has_pairs(c.block_h)
     plan = tpa.Plan(s, c, tpa_config.Params())
@@ -227,7 +216,7 @@ def test_decoding_of_a_window(
     m: int, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each block of its keys belongs to one split."""
-    s = tpa_config.Sizes(b=1, n=1, m=m, h=32, r=16, d=64, e=64, rk=1, rv=1, dtype="bfloat16")
+    s = tpa_config.Sizes(**FACTORS, n=1, m=m, h=32, rk=1, rv=1)
     c = choose(s, H200, batch_invariant=batch_invariant)
     p = tpa_config.Params(window=3000, batch_invariant=batch_invariant)
     plan = tpa.Plan(s, c, p)
