@@ -46,7 +46,7 @@ def _of_shard(run: Run, mesh_axes: Names, *operands: Any, params: Params) -> tup
 
 
 def evaluate(params: Params, x: jax.Array, edges: jax.Array | None) -> jax.Array:
-    """The sums of [b, ..., n, ...], differentiated by JAX: those of the reference can be."""
+    """The sums of [b, ..., n, ...]. JAX differentiates those of "xla"."""
     run = partial(call, implementation=params.implementation)
     if params.axis_name is None:
         return _alone(run, x, edges, None, params=params)[0]

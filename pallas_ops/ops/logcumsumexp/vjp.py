@@ -71,7 +71,7 @@ def _of_shard(
 def evaluate(
     params: Params, x: jax.Array, initial: jax.Array | None, *, save: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Output and final state, and what is saved; differentiated by JAX: the reference can be."""
+    """Output and final state, and what is saved. JAX differentiates those of "xla"."""
     run = _passes(params)
     if params.axis_name is None:
         return run("saving" if save else "forward", x, initial, None)

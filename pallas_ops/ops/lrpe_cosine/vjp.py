@@ -100,7 +100,7 @@ def _run(p: Params, name: str, o: Operands) -> tuple[jax.Array, ...]:
 
 
 def evaluate(p: Params, x: jax.Array, *where: jax.Array | None) -> jax.Array:
-    """The output of x, theta, offset and positions; JAX can differentiate it if it is "xla"'s."""
+    """The output of x, theta, offset and positions. JAX differentiates that of "xla"."""
     return _run(p, "forward", Operands(x, None, *where))[0]
 
 
