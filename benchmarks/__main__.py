@@ -65,7 +65,8 @@ def main(_: Sequence[str]) -> int:
     for flag in flags.FLAGS.get_flags_for_module(command.__name__):
         if flag.present and flag.name not in ("quick", "out"):
             raise app.UsageError(f"--{flag.name} is of one op: python -m benchmarks.OP")
-    memory.fix_pool()
+    if not command.QUICK.value:
+        memory.fix_pool()
     if _XOPES.value:
         sys.path.append(_XOPES.value)
     gpu = timing.on_gpu() or _DRY_RUN.value

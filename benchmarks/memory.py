@@ -9,6 +9,8 @@ more than is asked for (32 MiB for 24), the pool has one size.
 
 import gc
 import os
+import shutil
+import subprocess
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from jax.extend import backend
 from benchmarks import peers
 
 MIB = 2**20
+POOL_MIB = 50 * 1024  # what the largest tables need
 
 
 def planned(function: Any, arguments: tuple[Any, ...]) -> float | None:
@@ -35,8 +38,19 @@ def fix_pool() -> None:
 
     A new pool can come before the old one has gone, and PyTorch needs memory beside both.
     """
+    total = nvidia_smi("memory.total").partition(" ")[0]  # in MiB
+    share = POOL_MIB / int(total) if total.isdecimal() else 0
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.4"
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{min(max(share, 0.4), 0.7):.2f}"
+
+
+def nvidia_smi(query: str) -> str:
+    """What it says of the first card, "" where it is not installed."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return answer.partition("\n")[0].strip()
 
 
 def keep_compilations(folder: str) -> None:

@@ -4,8 +4,6 @@ import dataclasses
 import hashlib
 import pathlib
 import platform
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -77,9 +75,12 @@ def _fill_row(
 ) -> records.Row:
     case, plan = work.case, work.plan
     inputs = cases.inputs(case)
-    want = cases.truth(case, inputs, mode=plan.mode)
+    try:
+        want, failure = cases.truth(case, inputs, mode=plan.mode), ""
+    except jax.errors.JaxRuntimeError as error:  # a card with too little memory
+        want, failure = None, f"nothing to be held to: {_reason(error)}"
     if row is None:
-        truth = str(jax.tree.leaves(want)[0].dtype)
+        truth = "nothing" if failure else str(jax.tree.leaves(want)[0].dtype)
         row = records.Row(point=work.point, moved_bytes=work.bytes, truth=truth)
         if "speed" in plan.metrics:
             blocks = -(-row.moved_bytes // (4 * timing.COPY_BLOCK))  # 2 bytes an element, in, out
@@ -88,6 +89,9 @@ def _fill_row(
         table.rows.append(row)
     for provider in providers:
         advance(f"{work} {provider.name}")
+        if failure:
+            row.cells[provider.name] = records.Cell(reason=failure)
+            continue
         try:
             function, arguments = cases.prepare(
                 provider, work.point, inputs, mode=plan.mode, constants=len(case.further)
@@ -164,7 +168,7 @@ def environment() -> dict[str, Any]:
     versions = peers.versions()
     found = {
         "card": card(),
-        "driver": _driver(),
+        "driver": memory.nvidia_smi("driver_version") if timing.on_gpu() else "",
         "jax": jax.__version__,
         "python": platform.python_version(),
         **{name: version for name, version in versions.items() if version != "absent"},
@@ -185,11 +189,3 @@ def _fingerprint() -> str:
 
 def card() -> str:
     return str(jax.devices()[0].device_kind)
-
-
-def _driver() -> str:
-    if not timing.on_gpu() or not shutil.which("nvidia-smi"):
-        return ""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    return answer.partition("\n")[0].strip()

@@ -76,8 +76,11 @@ FAULTS = {
     "all of a prompt sees its last keys": Fault(
         "ops/tpa_decode/prompt.py", "count, is_causal=True)", "count)"
     ),
-    "gradients of a whole sequence's values without their scale": Fault(
-        "ops/tpa_decode/prompt.py", "dv, av, bv, p.value_scale)", "dv, av, bv, 1.0)"
+    "gradients of many queries without the scale of the values": Fault(
+        "ops/tpa_decode/formed.py", "dv, o.av, o.bv, p.value_scale)", "dv, o.av, o.bv, 1.0)"
+    ),
+    "of many queries only the last chunk counts": Fault(
+        "ops/tpa_decode/formed.py", "dk = sums[0] + ", "dk = "
     ),
     "even heads of odd ranks from the pair before": Fault(
         "ops/tpa_decode/heads.py", "(odd[1], odd_of_odd", "(even[1], odd_of_odd"

@@ -177,11 +177,11 @@ def test_whose_gradients_cudnn_has() -> None:
         for k, x in zip(("ak", "av", "bk", "bv"), (o.ak, o.av, o.bk, o.bv), strict=True)
     }
     with launch.interpreted(True):
-        assert prompt.differentiates(o, p)
-        assert not prompt.differentiates(o, dataclasses.replace(p, has_lse=True))
-        assert not prompt.differentiates(o, dataclasses.replace(p, precision="highest"))
-        assert not prompt.differentiates(o._replace(lengths=jnp.ones(1, jnp.int32)), p)
-        assert not prompt.differentiates(o._replace(**longer), p)
+        assert prompt.has_gradient(o, p)
+        assert not prompt.has_gradient(o, dataclasses.replace(p, has_lse=True))
+        assert not prompt.has_gradient(o, dataclasses.replace(p, precision="highest"))
+        assert not prompt.has_gradient(o._replace(lengths=jnp.ones(1, jnp.int32)), p)
+        assert not prompt.has_gradient(o._replace(**longer), p)
 
 
 def test_what_is_taken_for_a_prompt() -> None:
@@ -211,13 +211,16 @@ def test_what_is_taken_for_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("precision", ["highest", "default"])
-def test_gradients_of_a_prompt_take_no_more_memory_than_keys_and_values(precision: Any) -> None:
-    """512 queries of 32 heads behind 8,192 tokens."""
+def test_gradients_of_a_prompt_take_less_memory_than_materialised_ones(precision: Any) -> None:
+    """1,024 queries of 32 heads behind 8,192 tokens."""
     heads, features = (1, 8192, 32), (1, 8192, 128)
-    shapes = (1, 512, 32, 16), heads, heads, (1, 512, 16, 128), features, features
+    shapes = (1, 1024, 32, 16), heads, heads, (1, 1024, 16, 128), features, features
     xs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    decode = partial(pallas_ops.tpa_decode, precision=precision)
-    out = jax.eval_shape(decode, *xs)
-    program = h200.compile_for_h200(lambda xs, do: jax.vjp(decode, *xs)[1](do), xs, out)
-    formed = 2 * 8192 * 32 * 128 * 2
-    assert program.memory.temp_size_in_bytes < 1.1 * formed  # beside a GPU cuDNN takes 1 formed
+
+    def bytes_of(decode: Any) -> int:
+        out = jax.eval_shape(decode, *xs)
+        program = h200.compile_for_h200(lambda xs, do: jax.vjp(decode, *xs)[1](do), xs, out)
+        return int(program.memory.temp_size_in_bytes)
+
+    got = bytes_of(partial(pallas_ops.tpa_decode, precision=precision))
+    assert got < 0.6 * bytes_of(pallas_ops.reference.tpa_decode_naive)

@@ -1,4 +1,4 @@
-"""Which way the gradient of tpa_decode goes: one pass over the keys, several, or cuDNN."""
+"""Which way the gradient of tpa_decode goes: one pass over the keys, several, or whole matrices."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core import card
 from pallas_ops.core.fastmath import LOG2E
-from pallas_ops.ops.tpa_decode import prompt, reference
+from pallas_ops.ops.tpa_decode import formed, prompt, reference
 from pallas_ops.ops.tpa_decode.choose import queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.kernel_backward import one_pass
@@ -19,12 +19,15 @@ from pallas_ops.ops.tpa_decode.kernel_backward import one_pass
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
     """Gradients of the factors. Each pass over the keys has as many queries as fit one program."""
     o = Operands(*operands)
-    if prompt.differentiates(o, p):
-        return prompt.backward(o, p)
-    if p.precision == "default" and o.bq is not None:
+    s = Sizes.of(o, p)
+    if formed.takes(s) or prompt.has_gradient(o, p):
+        return formed.backward(o, p)
+    if s.n == 1 and s.dtype != "float32":  # exact products take no longer than rounded ones
+        p = dataclasses.replace(p, precision="highest")
+    if p.precision == "default" and s.has_bq:
         return _of_rounded_query(o, p)
-    block_n = queries_of_pass(Sizes.of(o, p), card.current())
-    return one_pass(o, p) if o.aq.shape[1] <= block_n else _in_blocks(o, p, block_n)
+    block_n = queries_of_pass(s, card.current())
+    return one_pass(o, p) if s.n <= block_n else _in_blocks(o, p, block_n)
 
 
 def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:

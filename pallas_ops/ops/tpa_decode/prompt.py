@@ -44,49 +44,27 @@ def takes(s: Sizes, p: Params) -> bool:
     return is_here and s.d == s.e and s.d % 8 == 0 and s.d <= 128
 
 
-def differentiates(o: Operands, p: Params) -> bool:
+def has_gradient(o: Operands, p: Params) -> bool:
     """Whether cuDNN has the gradient as well: of whole sequences, and of the output alone."""
     s = Sizes.of(o, p)
     return takes(s, p) and s.n == s.m and o.lengths is None and not p.has_lse
 
 
-def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
-    """Gradients of the factors there are, by way of those of q, k and v."""
-    n, dtype, wide = o.aq.shape[1], o.ak.dtype, jnp.float32
+def backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, o: Operands, _: Params
+) -> tuple[jax.Array, ...]:
+    """Gradients of q, k and v [B, N, H, D] in the dtype of the cache."""
+    n, dtype, wide = q.shape[1], o.ak.dtype, jnp.dtype(jnp.float32)
     attention = partial(jax.nn.dot_product_attention, scale=1.0, is_causal=True)
     if not launch.is_interpreted():
         attention, wide = partial(attention, implementation="cudnn"), dtype
 
-    def even(x: Any) -> Any:
+    def even(x: jax.Array) -> jax.Array:
         """cuDNN takes an even number of tokens. One of zeros at the end adds to no gradient."""
-        return x if x is None else jnp.pad(x, [(0, 0), (0, n % 2), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.pad(x.astype(dtype).astype(wide), [(0, 0), (0, n % 2), (0, 0), (0, 0)])
 
-    def product(form: str, x: jax.Array, y: jax.Array, scale: float = 1.0) -> jax.Array:
-        return scale * jnp.einsum(form, x.astype(y.dtype), y, preferred_element_type=jnp.float32)
-
-    aq, ak, av, bq, bk, bv, dout = map(even, (*o[:6], o.dout))
-    if bq is None:
-        q = p.score_scale * aq.astype(jnp.float32)
-    else:
-        q = product("bnhr,bnrd->bnhd", aq, bq, p.score_scale)
-    k = product("bmkh,bmkd->bmhd", ak, bk)
-    v = product("bmkh,bmkd->bmhd", av, bv, p.value_scale)
-    _, pull = jax.vjp(attention, *(x.astype(dtype).astype(wide) for x in (q, k, v)))
-    dq, dk, dv = pull(dout.astype(wide))
-
-    def of_factors(form: str, g: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Any:
-        """Of a and b, where g is the gradient of their scaled product."""
-        of_a, of_b = form.split(",")
-        da = product(f"bmhd,{of_b}->{of_a}", g, b, scale)
-        db = product(f"bmhd,{of_a}->{of_b}", g, a, scale)
-        return da[:, :n].astype(a.dtype), db[:, :n].astype(b.dtype)
-
-    dak, dbk = of_factors("bmkh,bmkd", dk, ak, bk, 1.0)
-    dav, dbv = of_factors("bmkh,bmkd", dv, av, bv, p.value_scale)
-    if bq is None:
-        return (p.score_scale * dq)[:, :n].astype(aq.dtype), dak, dav, dbk, dbv
-    daq, dbq = of_factors("bmhr,bmrd", dq, aq, bq, p.score_scale)
-    return daq, dak, dav, dbq, dbk, dbv
+    _, pull = jax.vjp(attention, *map(even, (q, k, v)))
+    return tuple(x[:, :n] for x in pull(even(o.dout)))
 
 
 def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:

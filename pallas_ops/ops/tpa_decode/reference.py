@@ -98,24 +98,33 @@ def dequantised(o: Operands) -> Operands:
     return o._replace(bk=o.bk.astype(o.ak.dtype), bv=o.bv.astype(o.ak.dtype))
 
 
-def _of_seen_keys(p: Params, o: Operands) -> tuple[Operands, jax.Array | None]:
+def of_seen_keys(p: Params, o: Operands) -> tuple[Operands, jax.Array | None]:
     """The operands, and which keys each query sees, [B or 1, N, M]; None for all of them.
 
     Factors are zero where nobody sees a key, for there they may hold NaN.
     """
-    o, n = dequantised(o), o.aq.shape[1]
-    if o.lengths is None and n == 1 and p.window is None:
+    o = dequantised(o)
+    if o.lengths is None and o.aq.shape[1] == 1 and p.window is None:
         return o, None
-    lengths = jnp.asarray(o.m if o.lengths is None else o.lengths, jnp.int32).reshape(-1, 1, 1)
-    stop = lengths - (n - 1 - jnp.arange(n, dtype=jnp.int32))[None, :, None]
-    key = jnp.arange(o.m, dtype=jnp.int32)[None, None]
-    seen = key < stop
-    if p.window is not None:
-        seen &= key >= stop - p.window
+    seen = are_seen(o.m, stops(o), p.window)
     if o.lengths is not None or p.window is not None:
         by_any = seen.any(axis=1)[:, :, None, None]
         o = o.with_cache(lambda x: jnp.where(by_any, x, jnp.zeros_like(x)))
     return o, seen
+
+
+def stops(o: Operands) -> jax.Array:
+    """How many keys come before each query or are its own token's, [B or 1, N]."""
+    n = o.aq.shape[1]
+    lengths = jnp.asarray(o.m if o.lengths is None else o.lengths, jnp.int32).reshape(-1, 1)
+    return lengths - (n - 1 - jnp.arange(n, dtype=jnp.int32)[None])
+
+
+def are_seen(m: int, stop: jax.Array, window: int | None) -> jax.Array:
+    """Which of m keys queries see, with an axis of keys behind those of `stop`."""
+    key = jnp.expand_dims(jnp.arange(m, dtype=jnp.int32), range(stop.ndim))
+    stop = stop[..., None]
+    return key < stop if window is None else (key < stop) & (key >= stop - window)
 
 
 def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Array]:
@@ -147,7 +156,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
 
 def attend(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp in float32."""
-    o, seen = _of_seen_keys(p, o)
+    o, seen = of_seen_keys(p, o)
     if o.bq is None:
         score = _einsum("bnhd,bmkd->bnhkm", o.aq, o.bk)
     else:
@@ -161,7 +170,7 @@ def attend(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
 
 def naive(p: Params, o: Operands) -> tuple[jax.Array, None]:
     """The output of `forward`, by materialising q, k and v in their factors' dtypes."""
-    o, seen = _of_seen_keys(p, from_pages(o))
+    o, seen = of_seen_keys(p, from_pages(o))
     q = query(o.aq, o.bq).astype(o.aq.dtype)
     k = _einsum("bmkh,bmkd->bmhd", o.ak, o.bk).astype(o.ak.dtype)
     v = _einsum("bmkh,bmke->bmhe", o.av, o.bv).astype(o.av.dtype)

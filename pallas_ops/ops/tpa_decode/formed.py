@@ -1,0 +1,108 @@
+"""The gradient of many queries in jax.numpy, by way of those of q, k and v.
+
+A kernel reads the cache again for every few queries. Of many the products take the time, and those
+of whole matrices are the fastest: so keys and values are formed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_ops.core import launch
+from pallas_ops.ops.tpa_decode import prompt, reference
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
+
+LEAST_ROWS = 96  # queries times ranks: of fewer the kernel's passes take less time
+CHUNK = 256  # queries whose scores are in memory at a time,
+SCORES = 2**26  # or as many as have so many scores, if these are more
+Product = Callable[[str, jax.Array, jax.Array], jax.Array]
+
+
+def takes(s: Sizes) -> bool:
+    """Whether this is the faster way."""
+    return s.n * s.most_ranks >= LEAST_ROWS
+
+
+def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
+    """Gradients of the factors there are."""
+    s, (o, _) = Sizes.of(o, p), reference.of_seen_keys(p, o)
+    product = _product(s, min(s.rk, s.rv, s.r) > 1)
+    q = o.aq if o.bq is None else product("bnhr,bnrd->bnhd", o.aq, o.bq)
+    k = product("bmkh,bmkd->bmhd", o.ak, o.bk)
+    v = product("bmkh,bmkd->bmhd", o.av, o.bv)
+    qkv = p.score_scale * q.astype(jnp.float32), k, p.value_scale * v
+    of = prompt.backward if prompt.has_gradient(o, p) else _in_chunks
+    dq, dk, dv = of(*(x.astype(_dtype(s)) for x in qkv), o, p)
+
+    def of_factors(form: str, g: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Any:
+        """Of a and b, where g is the gradient of their scaled product."""
+        of_a, of_b = form.split(",")
+        da = scale * product(f"bmhd,{of_b}->{of_a}", g, b)
+        db = scale * product(f"bmhd,{of_a}->{of_b}", g, a)
+        return da.astype(a.dtype), db.astype(b.dtype)
+
+    dak, dbk = of_factors("bmkh,bmkd", dk, o.ak, o.bk, 1.0)
+    dav, dbv = of_factors("bmkh,bmkd", dv, o.av, o.bv, p.value_scale)
+    if o.bq is None:
+        return (p.score_scale * dq).astype(o.aq.dtype), dak, dav, dbk, dbv
+    daq, dbq = of_factors("bmhr,bmrd", dq, o.aq, o.bq, p.score_scale)
+    return daq, dak, dav, dbq, dbk, dbv
+
+
+def _in_chunks(
+    q: jax.Array, k: jax.Array, v: jax.Array, o: Operands, p: Params
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v [B, N or M, H, D], a chunk of queries at a time."""
+    s = Sizes.of(o, p)
+    size = min(s.n, max(CHUNK, SCORES // max(1, s.b * s.h * s.m)))
+    count = pl.cdiv(s.n, size)
+    product = _product(s, min(size, s.m, s.d, s.e) >= 16)
+
+    def cut(x: jax.Array) -> jax.Array:
+        """[B, N, H, ...] as [chunks, B, H, size, ...]; filled up with queries that see no key."""
+        x = jnp.pad(x, [(0, 0), (0, count * size - s.n), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(x.reshape(s.b, count, size, *x.shape[2:]), (1, 3), (0, 2))
+
+    def step(sums: tuple[jax.Array, jax.Array], chunk: list[jax.Array]) -> tuple[Any, jax.Array]:
+        q, dout, lse, delta, stop = chunk
+        score = product("bhnd,bhmd->bhnm", q, k) - lse[..., None]
+        weight = jnp.where(reference.are_seen(s.m, stop, p.window), jnp.exp(score), 0.0)
+        ds = weight * (product("bhnd,bhmd->bhnm", dout, v) - delta[..., None])
+        dk = sums[0] + product("bhnm,bhnd->bhmd", ds, q)
+        dv = sums[1] + product("bhnm,bhnd->bhmd", weight, dout)
+        return (dk, dv), product("bhnm,bhmd->bhnd", ds, k)
+
+    delta = (o.out.astype(jnp.float32) * o.dout.astype(jnp.float32)).sum(axis=-1) - o.dlse
+    stop = jnp.broadcast_to(reference.stops(o), (s.b, s.n))[..., None]  # of every head
+    k, v = (x.swapaxes(1, 2) for x in (k, v))
+    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    (dk, dv), dq = lax.scan(step, zeros, [*map(cut, (q, o.dout, o.lse, delta, stop))])
+    dq = jnp.moveaxis(dq, (0, 2), (1, 3)).reshape(s.b, count * size, s.h, s.d)[:, : s.n]
+    return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+
+
+def _dtype(s: Sizes) -> Any:
+    """Of the operands of products."""
+    return jnp.dtype(s.dtype if s.precision == "default" else jnp.float32)
+
+
+def _product(s: Sizes, is_matrix: bool) -> Product:
+    """Einsums, summed in float32; of float32 operands as exact as the kernel's products.
+
+    The exact ones take three products of bfloat16 pieces. XLA has those of matrices only: of
+    vectors it rounds a factor to bfloat16.
+    """
+    precision: Any = s.precision
+    exact_in_pieces = s.dtype == "bfloat16" and not s.wide_queries and is_matrix
+    if precision == "highest" and exact_in_pieces and not launch.is_interpreted():
+        precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+
+    def product(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        x, y = x.astype(_dtype(s)), y.astype(_dtype(s))
+        return jnp.einsum(form, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+    return product
