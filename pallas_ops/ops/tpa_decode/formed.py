@@ -17,8 +17,8 @@ from pallas_ops.ops.tpa_decode import prompt, reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 
 LEAST_ROWS = 96  # queries times ranks: of fewer the kernel's passes take less time
-CHUNK = 256  # queries whose scores are in memory at a time,
-SCORES = 2**26  # or as many as have so many scores, if these are more
+CHUNK = 64  # least queries whose scores are in memory at a time,
+SCORES = 75_000_000  # or as many as have so many scores (300 MB), if these are more
 Product = Callable[[str, jax.Array, jax.Array], jax.Array]
 
 
@@ -58,8 +58,8 @@ def _in_chunks(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v [B, N or M, H, D], a chunk of queries at a time."""
     s = Sizes.of(o, p)
-    size = min(s.n, max(CHUNK, SCORES // max(1, s.b * s.h * s.m)))
-    count = pl.cdiv(s.n, size)
+    count = max(1, min(pl.cdiv(s.n, CHUNK), pl.cdiv(s.b * s.h * s.n * s.m, SCORES)))
+    size = pl.cdiv(s.n, count)
     product = _product(s, min(size, s.m, s.d, s.e) >= 16)
 
     def cut(x: jax.Array) -> jax.Array:
