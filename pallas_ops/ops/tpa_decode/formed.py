@@ -34,9 +34,10 @@ def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
     q = o.aq if o.bq is None else product("bnhr,bnrd->bnhd", o.aq, o.bq)
     k = product("bmkh,bmkd->bmhd", o.ak, o.bk)
     v = product("bmkh,bmkd->bmhd", o.av, o.bv)
-    qkv = p.score_scale * q.astype(jnp.float32), k, p.value_scale * v
+    q, v = p.score_scale * q.astype(jnp.float32), p.value_scale * v
+    q, k, v = (x.astype(_dtype(s)) for x in (q, k, v))
     of = prompt.backward if prompt.has_gradient(o, p) else _in_chunks
-    dq, dk, dv = of(*(x.astype(_dtype(s)) for x in qkv), o, p)
+    dq, dk, dv = of(q, k, v, o, p)
 
     def of_factors(form: str, g: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Any:
         """Of a and b, where g is the gradient of their scaled product."""

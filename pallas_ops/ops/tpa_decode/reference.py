@@ -114,8 +114,8 @@ def of_seen_keys(p: Params, o: Operands) -> tuple[Operands, jax.Array | None]:
 
 
 def stops(o: Operands) -> jax.Array:
-    """How many keys come before each query or are its own token's, [B or 1, N]."""
-    n = o.aq.shape[1]
+    """The key from which on each query sees none, [B or 1, N]."""
+    n: int = o.aq.shape[1]
     lengths = jnp.asarray(o.m if o.lengths is None else o.lengths, jnp.int32).reshape(-1, 1)
     return lengths - (n - 1 - jnp.arange(n, dtype=jnp.int32)[None])
 
