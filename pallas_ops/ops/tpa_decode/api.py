@@ -48,13 +48,14 @@ def tpa_decode(
 
         out = softmax(scale * q k^T) v
 
-    and neither k nor v is materialised (but see `precision`). Query n of N is token length - N + n
-    of the cache: it sees keys m < length - (N - 1 - n).
+    and neither k nor v is materialised for less than some 50 queries. Query n of N is token
+    length - N + n of the cache: it sees keys m < length - (N - 1 - n).
 
     Computed in float32 and returned in the dtype of aq; nothing else is rounded to 16 bits. In
     tensor-core products a float32 side keeps 16 significant bits or more, and 21 where scores are
-    made for the log-sum-exp. Gradients take a block of queries at a time, or the reference's
-    derivative where not even one query fits the card (more than 256 heads, wide float32 factors).
+    made for the log-sum-exp. Gradients take a block of queries at a time, form keys and values from
+    some 50 queries on (100 of one rank), or are the reference's derivative where not even one query
+    fits the card (more than 256 heads, wide float32 factors).
 
     Args:
       aq: query head factors [B, N, H, R]; bfloat16, float16, float32 (float64 runs the reference).
