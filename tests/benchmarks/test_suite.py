@@ -11,7 +11,7 @@ import pytest
 from jax.extend import backend
 from rich.progress import Progress
 
-from benchmarks import memory, report, runner, suite
+from benchmarks import cases, memory, report, runner, suite
 from benchmarks.cases import Case
 from benchmarks.plan import everything
 from benchmarks.records import Report
@@ -32,6 +32,23 @@ def test_a_case_that_goes_wrong_has_its_reason_and_stops_no_other() -> None:
         assert (row.cells["jit"].wall_ms or 0) > 0
         assert row.cells["jit"].kernel_ms is None
     assert found.failed()
+
+
+def test_a_row_without_a_truth_says_so_and_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = cases.truth
+
+    def of_small_ones(case: Case, *args: Any, **kwargs: Any) -> Any:
+        if case.inputs[0].shape[-1] > 8:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return truth(case, *args, **kwargs)
+
+    monkeypatch.setattr(cases, "truth", of_small_ones)
+    found = suite.run(TOY, toy_plan(grid={"k": (1,), "n": (8, 16)}))
+    small, large = found.tables[0].rows
+    assert small.cells["jit"].reason is None
+    assert large.truth == "nothing"
+    for cell in large.cells.values():
+        assert str(cell.reason).endswith("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory")
 
 
 def test_only_wrong_results_and_the_default_fail_a_run() -> None:
