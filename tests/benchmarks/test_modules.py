@@ -18,6 +18,7 @@ from benchmarks import (
     md_lrpe_cosine,
     suite,
     tpa_decode,
+    tpa_prompts,
 )
 from benchmarks.cases import Benchmark
 from benchmarks.plan import Plan
@@ -25,6 +26,7 @@ from tests.support import kernel_implementation
 
 SMALLEST: dict[str, dict[str, Sequence[Any]]] = {
     "tpa_decode": {"model": ("t6-kv-22",), "batch": (3,), "m": (80,)},
+    "tpa_prompts": {"model": ("t6-34",), "m": (60,), "n": (50,)},
     "logcumsumexp": {"where": ("last",), "batch": (1,), "dim": (5,), "n": (3,)},
     "lrpe_cosine": {"what": ("act_softmax-dim_-1",), "n": (2,)},
     "chunk_cumsum_decay": {"where": ("b16-d128-packed",), "n": (3,)},
@@ -129,7 +131,7 @@ def test_chunk_cumsum_decay_has_the_tables_of_its_seeds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.BENCHMARK.op)
+@pytest.mark.parametrize("module", [*MODULES, tpa_prompts], ids=lambda x: x.BENCHMARK.op)
 def test_columns_agree(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the mode that runs the most of each: a gradient takes the forward pass as well."""
     monkeypatch.setattr(module, "implementation", kernel_implementation)  # interpreted otherwise
