@@ -94,8 +94,8 @@ def _dtype(s: Sizes) -> Any:
 def _product(s: Sizes, is_matrix: bool) -> Product:
     """Einsums, summed in float32; of float32 operands as exact as the kernel's products.
 
-    The exact ones take three products of bfloat16 pieces. XLA has those of matrices only: of
-    vectors it rounds a factor to bfloat16.
+    The exact ones take three products of bfloat16 pieces. XLA has those of matrices only: where one
+    side is a vector, it rounds every single product to bfloat16.
     """
     precision: Any = s.precision
     exact_in_pieces = s.dtype == "bfloat16" and not s.wide_queries and is_matrix
