@@ -229,13 +229,11 @@ def _scan(**options: Any) -> Callable[..., Any]:
     return functools.partial(pallas_ops.logcumsumexp, **options)
 
 
+SEGMENTS = LogcumsumexpConfig(block_n=2, block_c=8, num_segments=2)
+
+
 @pytest.mark.parametrize(
-    ("implementation", "config"),
-    [
-        ("xla", None),
-        (KERNEL, None),
-        (KERNEL, LogcumsumexpConfig(block_n=2, block_c=8, num_segments=2)),
-    ],
+    ("implementation", "config"), [("xla", None), (KERNEL, None), (KERNEL, SEGMENTS)]
 )
 def test_clip_clamps_x_and_state_without_gradient_outside(
     rng: Rng, implementation: Any, config: LogcumsumexpConfig | None

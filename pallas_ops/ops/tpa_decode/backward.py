@@ -22,7 +22,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
     s = Sizes.of(o, p)
     if formed.takes(s) or prompt.has_gradient(o, p):
         return formed.backward(o, p)
-    if s.n == 1 and s.dtype != "float32":  # rounding gains little
+    if s.n == 1 and s.dtype != "float32":  # rounded products would save little time
         p = dataclasses.replace(p, precision="highest")
     if p.precision == "default" and s.has_bq:
         return _of_rounded_query(o, p)

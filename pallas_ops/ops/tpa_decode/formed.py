@@ -1,7 +1,7 @@
-"""The gradient of many queries in jax.numpy, by way of those of q, k and v.
+"""The gradient for many queries, in jax.numpy: of q, k and v first, then of their factors.
 
-A kernel reads the cache again for every few queries. Of many the products take the time, and those
-of whole matrices are the fastest: so keys and values are formed.
+The kernel reads the whole cache once for every few queries. With many queries the matrix products
+take most of the time, and XLA's are the fastest. So q, k and v are formed.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from pallas_ops.core import launch
 from pallas_ops.ops.tpa_decode import prompt, reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 
-LEAST_ROWS = 96  # queries times ranks: of fewer the kernel's passes take less time
-CHUNK = 64  # least queries whose scores are in memory at a time,
-SCORES = 75_000_000  # or as many as have so many scores (300 MB), if these are more
-Product = Callable[[str, jax.Array, jax.Array], jax.Array]
+LEAST_ROWS = 96  # queries times ranks: with fewer the kernel's passes take less time
+# A chunk has 64 queries, or more if their scores still fit in 300 MB (float32).
+CHUNK = 64
+SCORES = 75_000_000
 
 
 def takes(s: Sizes) -> bool:
@@ -40,7 +40,7 @@ def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
     dq, dk, dv = of(q, k, v, o, p)
 
     def of_factors(form: str, g: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Any:
-        """Of a and b, where g is the gradient of their scaled product."""
+        """The gradients of a and b, from the gradient g of scale * a b."""
         of_a, of_b = form.split(",")
         da = scale * product(f"bmhd,{of_b}->{of_a}", g, b)
         db = scale * product(f"bmhd,{of_a}->{of_b}", g, a)
@@ -64,7 +64,7 @@ def _in_chunks(
     product = _product(s, min(size, s.m, s.d, s.e) >= 16)
 
     def cut(x: jax.Array) -> jax.Array:
-        """[B, N, H, ...] as [chunks, B, H, size, ...]; filled up with queries that see no key."""
+        """[B, N, H, ...] as [chunks, B, H, size, ...], padded with queries that see no key."""
         x = jnp.pad(x, [(0, 0), (0, count * size - s.n), *[(0, 0)] * (x.ndim - 2)])
         return jnp.moveaxis(x.reshape(s.b, count, size, *x.shape[2:]), (1, 3), (0, 2))
 
@@ -78,7 +78,7 @@ def _in_chunks(
         return (dk, dv), product("bhnm,bhmd->bhnd", ds, k)
 
     delta = (o.out.astype(jnp.float32) * o.dout.astype(jnp.float32)).sum(axis=-1) - o.dlse
-    stop = jnp.broadcast_to(reference.stops(o), (s.b, s.n))[..., None]  # of every head
+    stop = jnp.broadcast_to(reference.stops(o), (s.b, s.n))[..., None]  # the same for all heads
     k, v = (x.swapaxes(1, 2) for x in (k, v))
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     (dk, dv), dq = lax.scan(step, zeros, [*map(cut, (q, o.dout, o.lse, delta, stop))])
@@ -87,19 +87,20 @@ def _in_chunks(
 
 
 def _dtype(s: Sizes) -> Any:
-    """Of the operands of products."""
+    """The dtype in which operands are multiplied."""
     return jnp.dtype(s.dtype if s.precision == "default" else jnp.float32)
 
 
-def _product(s: Sizes, is_matrix: bool) -> Product:
-    """Einsums, summed in float32; of float32 operands as exact as the kernel's products.
+def _product(s: Sizes, are_matrices: bool) -> Callable[..., jax.Array]:
+    """An einsum that sums in float32. With `precision="highest"` it is as exact as the kernel.
 
-    The exact ones take three products of bfloat16 pieces. XLA has those of matrices only: where one
-    side is a vector, it rounds every single product to bfloat16.
+    With bfloat16 factors, XLA then multiplies three pairs of bfloat16 pieces on the tensor cores.
+    It does so correctly for two matrices only. If one operand is a vector (`are_matrices` is
+    False), XLA rounds each elementwise product to bfloat16, so float32 products are used.
     """
     precision: Any = s.precision
-    exact_in_pieces = s.dtype == "bfloat16" and not s.wide_queries and is_matrix
-    if precision == "highest" and exact_in_pieces and not launch.is_interpreted():
+    in_pieces = s.dtype == "bfloat16" and not s.wide_queries and are_matrices
+    if precision == "highest" and in_pieces and not launch.is_interpreted():
         precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 
     def product(form: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -114,14 +114,14 @@ def of_seen_keys(p: Params, o: Operands) -> tuple[Operands, jax.Array | None]:
 
 
 def stops(o: Operands) -> jax.Array:
-    """The key from which on each query sees none, [B or 1, N]."""
+    """For each query the first key after those that it sees, [B or 1, N]."""
     n: int = o.aq.shape[1]
     lengths = jnp.asarray(o.m if o.lengths is None else o.lengths, jnp.int32).reshape(-1, 1)
     return lengths - (n - 1 - jnp.arange(n, dtype=jnp.int32)[None])
 
 
 def are_seen(m: int, stop: jax.Array, window: int | None) -> jax.Array:
-    """Which of m keys queries see, with an axis of keys behind those of `stop`."""
+    """Whether each query sees each of m keys; keys are the last axis, behind those of `stop`."""
     key = jnp.expand_dims(jnp.arange(m, dtype=jnp.int32), range(stop.ndim))
     stop = stop[..., None]
     return key < stop if window is None else (key < stop) & (key >= stop - window)
