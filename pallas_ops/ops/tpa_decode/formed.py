@@ -17,14 +17,18 @@ from pallas_ops.ops.tpa_decode import prompt, reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 
 LEAST_ROWS = 96  # queries times ranks: with fewer the kernel's passes take less time
+# Numbers in keys and values: 4 GiB in float32, and as much for their gradients. With more of them,
+# fewer than 512 queries take the kernel's passes, which need next to no memory.
+MOST_FORMED = 2**30
 # A chunk has 64 queries, or more if their scores still fit in 300 MB (float32).
 CHUNK = 64
 SCORES = 75_000_000
 
 
 def takes(s: Sizes) -> bool:
-    """Whether this is the faster way."""
-    return s.n * s.most_ranks >= LEAST_ROWS
+    """Whether this is the faster way, and takes no memory out of proportion."""
+    fits = s.n >= 512 or s.b * s.m * s.h * (s.d + s.e) <= MOST_FORMED
+    return fits and s.n * s.most_ranks >= LEAST_ROWS
 
 
 def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
