@@ -95,8 +95,8 @@ CALLS: dict[str, Call] = {
         factors(2, 3, 501, 6, 5, 24, 40, 2),
     ),
     "decode rounded": (partial(decode, precision="default"), factors(2, 1, 133, 34, 6, 64, 64, 2)),
-    "decode of heads in groups": (decode, factors(2, 1, 133, 34, 6, 64, 64, 2)),
-    "decode of heads in pairs": (
+    "decode of gathered heads": (decode, factors(2, 1, 133, 34, 6, 64, 64, 2)),
+    "decode of an odd number of heads": (
         partial(decode, batch_invariant=True),
         factors(2, 1, 1133, 47, 6, 64, 64, 2),
     ),

@@ -184,11 +184,15 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
             split * blocks // c.num_splits,
             (split + 1) * blocks // c.num_splits,
         )
-        keys = tpa_keys.Keys(plan, jnp.int32(int(stop) - 1), m)
-        index = (int(stop) - 1) * c.block_m + np.arange(c.block_m, dtype=object)
-        same(keys.index, index, index < m)
-        entry = (int(stop) - 1) * c.block_m * s.rk + np.arange(c.block_m * s.rk, dtype=object)
-        same(keys.entries(s.rk)[0], entry, entry < m * s.rk)
+        keys, last = (tpa_keys.Keys(plan, jnp.int32(j), m) for j in (0, int(stop) - 1))
+        order = np.asarray(keys.index, object)
+        assert sorted(order) == list(range(c.block_m))
+        index = (int(stop) - 1) * c.block_m + order
+        same(last.index, index, index < m)
+        entry = (index[:, None] * s.rk + np.arange(s.rk)).reshape(-1)
+        same(last.entries(s.rk)[0], entry, entry < m * s.rk)
+        entry = (order[:, None] * s.rk + np.arange(s.rk)).reshape(-1)
+        same(last.entries_of_block(s.rk)[0], entry, index.repeat(s.rk) < m)
 
 
 @pytest.mark.parametrize("size", [16, 48, 128, 2**20])
@@ -197,7 +201,7 @@ def test_decoding_of_pages(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     count = LONGEST // 2 // size
     s = tpa_config.Sizes(**FACTORS, n=1, m=7 * size, h=47, rk=2, rv=2, pages=(count, size))
     c = choose(s, H200)
-    assert not s.has_pairs(c.block_h)
+    assert not s.gathers(c.block_h)
     plan = tpa.Plan(s, c, tpa_config.Params())
     monkeypatch.setattr("pallas_ops.ops.tpa_decode.keys.plgpu.load", lambda x, **_: x)
     for page in (0, count - 1, count, -1, 2**31 - 1, -(2**31)):

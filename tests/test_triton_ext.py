@@ -1,4 +1,4 @@
-"""Scans of any operator and pipelined loops, and what runs without the private JAX they use."""
+"""Scans, gathers and pipelined loops, and what runs without the private JAX that they use."""
 
 from functools import partial
 from typing import Any
@@ -59,6 +59,27 @@ def test_scan_is_the_associative_scan(rng: Rng, where: Any) -> None:
     with launch.interpreted(INTERPRETED):
         got = jax.jit(partial(scanned, **kwargs))(a, b)
     assert_close(got, lax.associative_scan(linear, (a, b), **kwargs)[1], terms=32)
+
+
+@pytest.mark.parametrize(("size", "shape"), [(64, (32,)), (4096, (64, 32)), (8, (4, 2, 16))])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gather_takes_numbers_in_any_order(
+    rng: Rng, size: int, shape: tuple[int, ...], dtype: Any
+) -> None:
+    def kernel(x_ref: Any, index_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = triton_ext.gather(x_ref[...], index_ref[...])
+
+    @jax.jit
+    def gather(x: jax.Array, index: jax.Array) -> jax.Array:
+        out = [jax.ShapeDtypeStruct(index.shape, x.dtype)]
+        return launch.launch(
+            kernel, x, index, name="gather", grid=(1,), out_shape=out, num_warps=4
+        )[0]
+
+    x, index = random_array(rng, (size,), dtype), rng.integers(0, size, shape, dtype=np.int32)
+    with launch.interpreted(INTERPRETED):
+        got = gather(x, index)
+    np.testing.assert_array_equal(got, np.asarray(x)[index])
 
 
 def test_every_supported_jax_has_what_is_private() -> None:

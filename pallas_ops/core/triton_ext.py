@@ -1,7 +1,7 @@
-"""What Triton offers and Pallas does not reach: scans of any operator, and pipelined loops.
+"""What Triton offers and Pallas does not reach: scans, gathers, and pipelined loops.
 
 The private JAX that this takes is imported here and nowhere else. Without it, kernels that scan run
-as jax.numpy, and loops are not pipelined.
+as jax.numpy, no kernel gathers, and loops are not pipelined.
 """
 
 import importlib
@@ -20,7 +20,14 @@ try:
     triton: Any = importlib.import_module("jax._src.lib.triton").dialect
     lowering: Any = importlib.import_module("jax._src.pallas.triton.lowering")
     _needed = (
-        *(ir.InsertionPoint, ir.IntegerAttr, ir.IntegerType, triton.ScanOp, triton.scan_return),
+        *(
+            ir.InsertionPoint,
+            ir.IntegerAttr,
+            ir.IntegerType,
+            triton.ScanOp,
+            triton.scan_return,
+            triton.gather,
+        ),
         *(lowering._ensure_ir_value, lowering._element_type, lowering.lower_jaxpr_to_triton_ir),
         lowering.register_lowering,
     )
@@ -62,9 +69,24 @@ def pipelined(i: jax.Array, num_stages: int) -> jax.Array:
     return hinted
 
 
+def gather(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index] of a tile [n], by way of shared memory; `index` has any shape, and is in range.
+
+    The result has any layout: threads read the numbers they need. No thread may ask for a number
+    that another thread is still to load, so Triton puts the tile into shared memory first.
+    """
+    if launch.is_interpreted():
+        return x[index]
+    gathered: jax.Array = _gather_p.bind(x, index.reshape(-1))
+    return gathered.reshape(index.shape)
+
+
 _scan_p = Primitive("pallas_ops_scan")
 _scan_p.multiple_results = True
 _scan_p.def_abstract_eval(lambda *xs, **_: [ShapedArray(x.shape, x.dtype) for x in xs])
+
+_gather_p = Primitive("pallas_ops_gather")
+_gather_p.def_abstract_eval(lambda x, i: ShapedArray(i.shape, x.dtype))
 
 _hint_p = Primitive("pallas_ops_loop_hint")
 _hint_p.def_abstract_eval(lambda x, **_: ShapedArray(x.shape, x.dtype))
@@ -88,6 +110,11 @@ def _lower_scan(ctx: Any, *xs: Any, combine: Combine, axis: int, reverse: bool) 
     return list(op.result)
 
 
+def _lower_gather(ctx: Any, *operands: Any) -> Any:
+    pairs = zip(operands, ctx.avals_in, strict=True)
+    return triton.gather(*(lowering._ensure_ir_value(x, a) for x, a in pairs), axis=0)
+
+
 def _lower_hint(ctx: Any, x: Any, *, num_stages: int) -> Any:
     loop = ir.InsertionPoint.current.block.owner
     loop = getattr(loop, "operation", loop)
@@ -99,4 +126,5 @@ def _lower_hint(ctx: Any, x: Any, *, num_stages: int) -> Any:
 
 if AVAILABLE:
     lowering.register_lowering(_scan_p)(_lower_scan)
+    lowering.register_lowering(_gather_p)(_lower_gather)
     lowering.register_lowering(_hint_p)(_lower_hint)

@@ -45,23 +45,7 @@ def _choose_keys(
         return num_splits, -(-s.m // num_splits)
 
     num_splits, keys = keys_of_split(1)
-    block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
-    num_stages = 4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3
-    entries, most_programs = 128, 1
-    if s.has_few_features and block_h > 32:
-        # 64 entries have 32 KiB. Heads that are copied eight at once take 128: of fewer entries
-        # they would lie in shared memory as [entries, heads] (see `heads.load`). A paged cache of
-        # an even H in one tile takes 128 as well: pages are looked up half as often.
-        is_even = s.h % 2 == 0 and len(head_tiles(block_h)) == 1
-        takes_128 = s.h % 8 == 0 or (s.pages is not None and is_even)
-        entries, num_stages = (128, 2) if takes_128 else (64, 3)
-        block_m, most_programs = min(entries, power_of_two(keys)), 2
-    elif s.has_few_features and s.most_ranks == 1:
-        block_m, num_stages, most_programs = min(64, block_m), 3, 3 if block_h > 16 else 2
-    elif s.n > 1 and rows > 32 and not s.is_rank_first:
-        block_m, num_stages, most_programs = min(64, block_m), 3, 2
-    elif s.is_coarse:
-        num_stages, most_programs = 3, 2
+    block_m, num_stages, most_programs = _block(s, block_h, rows, keys)
     least = max(8, 16 // min(s.tile_rk, s.tile_rv))  # the tensor cores' sixteen entries
     num_warps = 4 if rows * s.tile_e <= 64 * 128 else 8
     if s.is_coarse and s.tile_e // s.parts <= rows < 64:
@@ -70,7 +54,7 @@ def _choose_keys(
     c = TpaDecodeConfig(
         block_h=block_h,
         block_n=block_n,
-        block_m=max(least, min(block_m, entries // s.most_ranks)),
+        block_m=max(least, min(block_m, 128 // s.most_ranks)),
         num_splits=num_splits,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -81,6 +65,27 @@ def _choose_keys(
         if keys >= 96 * c.num_warps * (programs - 1) and taken <= card.shared_memory // programs:
             c = dataclasses.replace(c, num_splits=splits)
     return fit(s, c, forward_bytes, card, least=least)
+
+
+def _block(s: Sizes, block_h: int, rows: int, keys: int) -> tuple[int, int, int]:
+    """A block's keys, its stages, and how many programs a multiprocessor has at most."""
+    block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
+    if s.gathers(block_h) and s.pages:  # a block that is gathered is within one page
+        block_m = min(block_m, max(16, s.pages[1] & -s.pages[1]))
+    if s.has_few_features and len(head_tiles(block_h)) > 1:
+        # 64 entries have 32 KiB. Heads that are copied eight at once take 128: of fewer entries
+        # they would lie in shared memory as [entries, heads] (see `heads.load`).
+        entries, num_stages = (128, 2) if s.h % 8 == 0 else (64, 3)
+        return min(entries // s.most_ranks, power_of_two(keys)), num_stages, 2
+    if block_h > 32 and s.gathers(block_h):
+        return min(64 // s.most_ranks, block_m), 3, 2
+    if s.has_few_features and s.most_ranks == 1:
+        return min(64, block_m), 3, 3 if block_h > 16 else 2
+    if s.n > 1 and rows > 32 and not s.is_rank_first:
+        return min(64, block_m), 3, 2
+    if s.is_coarse:
+        return block_m, 3, 2
+    return block_m, 4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3, 1
 
 
 def split_size(m: int) -> int:

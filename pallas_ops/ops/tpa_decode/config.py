@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from pallas_ops.core import checks
+from pallas_ops.core import checks, triton_ext
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.tiles import power_of_two
 
@@ -134,8 +134,12 @@ class Sizes:
 
     @property
     def is_rank_first(self) -> bool:
-        """Whether q is never formed: q k^T = aq (bq bk^T)."""
-        return self.has_bq and self.precision == "highest"
+        """Whether q is never formed: q k^T = aq (bq bk^T).
+
+        Registers hold q in three pieces where it has 64 rows of 64 numbers: 3 to 5 % less time.
+        """
+        fits = 32 < self.h <= 64 and self.tile_d <= 64 and self.dtype == "bfloat16"
+        return self.has_bq and self.precision == "highest" and not fits
 
     @property
     def tile_d(self) -> int:
@@ -166,14 +170,18 @@ class Sizes:
     def most_ranks(self) -> int:
         return max(self.tile_rk, self.tile_rv)
 
-    def has_pairs(self, block_h: int, *, backward: bool = False) -> bool:
-        """Whether heads are loaded in pairs, as those of an odd H are (see `heads._pairs`)."""
-        if backward and not self.rk == self.rv == 2:
-            return False
-        even = self.rk % 2 == self.rv % 2 == 0 and (block_h % 2 == 0 or block_h >= self.h)
+    def gathers(self, block_h: int, *, backward: bool = False) -> bool:
+        """Whether the head factors of a block of keys are loaded in one piece (`heads._gather`).
+
+        That is the faster way forward for 33 to 64 heads, and everywhere for an odd number of
+        heads, of which no asynchronous copy of a row could begin at an even place.
+        """
+        is_odd = self.h % 2 == 1
+        is_better = is_odd or (not backward and 32 < self.h <= 64)
         keys = self.m if self.pages is None else self.pages[0] * self.pages[1]
         is_short = keys * max(self.rk, self.rv) * self.h < 2**31  # places are int32
-        return self.h % 2 == 1 and self.dtype != "float32" and even and is_short
+        has_all = block_h >= self.h and self.dtype != "float32"
+        return triton_ext.AVAILABLE and is_better and is_short and has_all
 
 
 def tile(size: int) -> int:

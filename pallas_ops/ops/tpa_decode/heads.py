@@ -4,17 +4,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_ops.core import triton_ext
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, power_of_two, span, stack, unstack
+from pallas_ops.core.tiles import Ref, power_of_two, stack
 from pallas_ops.ops.tpa_decode import tiles
 from pallas_ops.ops.tpa_decode.keys import Keys
 from pallas_ops.ops.tpa_decode.tiles import Rows
 
 
-def load(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
-    """ak or av as [rows, entries], in float32."""
-    if keys.plan.pairs:
-        x = _of_pairs(keys, rows, ref, ranks)
+def load(keys: Keys, rows: Rows, ref: Ref | jax.Array, ranks: int) -> jax.Array:
+    """ak or av as [rows, entries], in float32. `ref` is the block itself if it was loaded ahead."""
+    if keys.plan.gathers:
+        x = ref if keys.plan.loads_ahead else keys.load_block(ref, ranks, True)
+        entry, exists = keys.entries_of_block(ranks)
+        x = _gather(x, rows, entry[None, :], rows.column[:, None])
+        x = jnp.where(exists[None, :], x, 0)
     elif rows.tile_h > 32 and keys.plan.s.h % 2 == 0:
         x = _groups(keys, rows, ref, ranks)
         x = x.swapaxes(1, 2).reshape(-1, x.shape[1])
@@ -25,12 +29,26 @@ def load(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
 
 def load_ranks(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> list[jax.Array]:
     """Of octets, each rank of ak or av as [keys / 8, 8, rows], in float32."""
-    if keys.plan.pairs:
-        xs = _two_ranks_of_pairs(keys, rows, ref)
+    if keys.plan.gathers:
+        entry, exists = keys.entries_of_block(ranks)
+        x = keys.load_block(ref, ranks, keys.some_count)
+        x = _gather(x, rows, entry[:, None], rows.column[None, :])
+        x = jnp.where(exists[:, None] & rows.column_inside[None, :], x, 0)
     else:
         x = _groups(keys, rows, ref, ranks)
-        xs = of_ranks(x.swapaxes(0, 1).reshape(x.shape[1], -1), ranks)
+        x = x.swapaxes(0, 1).reshape(x.shape[1], -1)
+    xs = of_ranks(x, ranks)
     return [rows.spread(x.astype(jnp.float32), 2) for x in xs]
+
+
+def _gather(block: jax.Array, rows: Rows, entry: jax.Array, column: jax.Array) -> jax.Array:
+    """Of a block [entries H], flat, these heads of each entry.
+
+    A block is copied 16 bytes at a time, wherever its rows of H numbers begin. The gather takes it
+    apart: threads read from shared memory what the tensor cores want them to have.
+    """
+    h = rows.plan.s.h
+    return triton_ext.gather(block, entry * h + jnp.minimum(rows.first_h + column, h - 1))
 
 
 def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
@@ -47,65 +65,6 @@ def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
     i, j = jnp.broadcast_arrays(entry[None, :, None], rows.first_h + column)
     mask = inside[None, :, None] & column_inside
     return plgpu.load(ref.at[i, j], mask=mask, other=0.0)
-
-
-def _of_pairs(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
-    """Of a flat array [M ranks H] these heads, as [heads, entries]."""
-
-    def parity(x: jax.Array) -> list[jax.Array]:
-        """Those of even ranks and those of odd ranks, each [heads / 16, 8, entries / 2]."""
-        x = x.swapaxes(1, 2)
-        return unstack(x.reshape(*x.shape[:2], -1, 2))
-
-    first, second, odd_of_odd = _pairs(keys, rows, ref, ranks)
-    even, odd = parity(first), parity(second)
-    even_heads = jnp.stack([even[0], odd[1]], axis=-1)
-    odd_heads = jnp.stack([odd[0], odd_of_odd.swapaxes(1, 2)], axis=-1)
-    x = jnp.stack([even_heads, odd_heads], axis=-1)  # [heads / 16, 8, entries / 2, 2, 2]
-    return x.transpose(0, 4, 1, 2, 3).reshape(rows.tile_h, -1)
-
-
-def _two_ranks_of_pairs(keys: Keys, rows: Rows, ref: Ref) -> list[jax.Array]:
-    """Of a flat array [M 2 H] these heads of each rank, as [keys / 8, 8, heads]; in octets."""
-    first, second, odd_of_odd = _pairs(keys, rows, ref, 2)
-    even, odd = (lax.split(x.reshape(-1, 16, 8), (8, 8), 1) for x in (first, second))
-    ranks = (even[0], odd[0]), (odd[1], odd_of_odd.reshape(-1, 8, 8))
-
-    def joined(even: jax.Array, odd: jax.Array) -> jax.Array:
-        x = jnp.stack([even, odd], axis=-1)  # [heads / 16 keys / 8, 8, 8, 2]
-        if rows.tile_h == 16:  # no axis of size 1, as in `of_ranks`
-            x = x.swapaxes(2, 3)
-        else:
-            x = x.reshape(rows.tile_h // 16, -1, 8, 8, 2).transpose(1, 2, 0, 4, 3)
-        return x.reshape(-1, 8, rows.tile_h)
-
-    return [joined(*x) for x in ranks]
-
-
-def _pairs(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of a flat array [M ranks H], for odd H and an even number of ranks, pairs of numbers.
-
-    An asynchronous copy takes at least four bytes, two numbers, and begins at an even place.
-    Even ranks begin at an even place: their pairs of numbers are pairs of heads. Odd ranks
-    begin at an odd place p. Their even heads are the second numbers of the pairs from p - 1 on,
-    their odd heads the first numbers of the pairs from p + 1 on.
-
-    Returns:
-      The first and the second numbers of all ranks, those of odd ranks from p - 1 on, and the
-      first ones of odd ranks from p + 1 on. Each is [heads / 16, entries, 8].
-    """
-    column = span(rows.tile_h).reshape(-1, 1, 16)
-    heads = keys.plan.s.h - rows.first_h
-
-    def load_pairs(shift: int, entry: jax.Array, inside: jax.Array) -> list[jax.Array]:
-        stop = heads - 1 if shift else heads + 1
-        place = 2 * ((entry * keys.plan.s.h + rows.first_h + shift) >> 1)
-        mask = inside[None, :, None] & (column < stop)
-        x = plgpu.load(ref.at[place[None, :, None] + column], mask=mask, other=0.0)
-        return unstack(x.reshape(*x.shape[:2], 8, 2))
-
-    first, second = load_pairs(0, *keys.entries(ranks))
-    return first, second, load_pairs(1, *keys.entries(ranks, odd=True))[0]
 
 
 def sum_ranks(x: jax.Array, ranks: int) -> jax.Array:

@@ -7,6 +7,7 @@ log-sum-exp is not rounded to 16 bits.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, per_batch, per_s
 from pallas_ops.ops.tpa_decode.words import join, pack, split, times
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators
-Carry = tuple[list[jax.Array] | None, list[State]]  # pages of the block, if looked up ahead
+Carry = tuple[list[jax.Array] | None, list[State]]  # what was loaded ahead, and the states
 
 
 def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Array]:
@@ -80,7 +81,7 @@ def _check_features(s: Sizes) -> None:
 
 def _forward_kernel(
     aq_ref: Ref,  # [N H, R], or [N H, D] without bq
-    ak_ref: Ref,  # [M Rk, H], or [M Rk H] for pairs of heads; so is av_ref
+    ak_ref: Ref,  # [M Rk, H], or [M Rk H] where heads are gathered; so is av_ref
     av_ref: Ref,  # [M Rv, H]
     bq_ref: Ref | None,  # [N R, D]
     bk_ref: Ref,  # [M Rk, D]
@@ -98,9 +99,22 @@ def _forward_kernel(
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
 
+    def ahead(i: Any) -> list[jax.Array] | None:
+        """What is loaded one step before step i: pages, or head factors."""
+        if plan.looks_ahead:
+            return look_up(plan, i, table_ref, limit)
+        if not plan.loads_ahead:
+            return None
+        keys = Keys(plan, i, limit)
+        factors = (ak_ref, s.rk), (av_ref, s.rv)
+        return [keys.load_block(ref, ranks, i < stop) for ref, ranks in factors]
+
     def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
-        pages, states = carry
+        loaded, states = carry
+        pages = loaded if plan.looks_ahead else None
         keys = Keys(plan, i, limit, first_key, table_ref, pages, all_count=all_count)
+        ak, av = loaded if loaded and plan.loads_ahead else (ak_ref, av_ref)
+        loaded = ahead(i + 1)
         inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
         if bq is not None:  # [queries x ranks, entries]
             inner = [score_scale * sum_of_products(bq, inner, 3)]
@@ -108,15 +122,14 @@ def _forward_kernel(
         new_states = []
         for rows, query, state in zip(tiles, queries, states, strict=True):
             score = sum_of_products(query, inner, plan.score_pieces)
-            score = heads.sum_ranks(score * heads.load(keys, rows, ak_ref, s.rk), s.rk)
+            score = heads.sum_ranks(score * heads.load(keys, rows, ak, s.rk), s.rk)
             if bq is None and score_scale != 1:
                 score *= score_scale
             score = jnp.where(keys.seen(rows, length), score, -jnp.inf)
-            new_states.append(_add_values(keys, rows, score, av_ref, bv, state))
-        return look_up(plan, i + 1, table_ref, limit) if plan.looks_ahead else None, new_states
+            new_states.append(_add_values(keys, rows, score, av, bv, state))
+        return loaded, new_states
 
-    pages = look_up(plan, start, table_ref, limit) if plan.looks_ahead else None
-    carry: Carry = pages, [_empty(plan, rows) for rows in tiles]
+    carry: Carry = ahead(start), [_empty(plan, rows) for rows in tiles]
     has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
     may_end_early = not isinstance(limit, int) or limit % plan.c.block_m
     if has_wide_tile and plan.p.window is None and may_end_early:
@@ -131,7 +144,7 @@ def _forward_kernel(
 
 
 def _add_values(
-    keys: Keys, rows: Rows, score: jax.Array, av_ref: Ref, bv: list[jax.Array], state: State
+    keys: Keys, rows: Rows, score: jax.Array, av: Any, bv: list[jax.Array], state: State
 ) -> State:
     """One step of the online softmax: the state of earlier keys, and these keys' values."""
     plan, s = keys.plan, keys.plan.s
@@ -139,7 +152,7 @@ def _add_values(
     new_max = jnp.maximum(row_max, score.max(axis=1))
     p = exp2(score - new_max[:, None])
     rescale = exp2(row_max - new_max)
-    av = heads.load(keys, rows, av_ref, s.rv)
+    av = heads.load(keys, rows, av, s.rv)
     multiply = times if plan.pieces == 1 and s.dtype == "bfloat16" else jnp.multiply
     weight = multiply(heads.each_rank(p, s.rv), av)
     pairs = zip(bv, accs, strict=True)
@@ -157,9 +170,9 @@ def _load_queries(
     """Each tile's rows of aq or of q, and bq if q is not formed, in parts; the scale of scores."""
     s, scale = plan.s, plan.p.score_scale * LOG2E
     queries, bq = [rows.load_aq(aq_ref) for rows in tiles], tiles[0].load_bq(bq_ref)
+    if bq is not None and not s.is_rank_first:
+        queries, bq, scale = [scale * dot(aq, bq, pieces=3) for aq in queries], None, 1.0
     if s.precision == "default":
-        if bq is not None:
-            queries, bq, scale = [scale * dot(aq, bq, pieces=3) for aq in queries], None, 1.0
         queries = [q.astype(s.dtype) for q in queries]
     if bq is None:
         return [split(q, s.parts) for q in queries], None, scale

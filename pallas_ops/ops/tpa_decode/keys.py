@@ -47,7 +47,7 @@ class Keys:
         self.all_count = all_count or whole
         # Masks are the faster ones where two tiles load of one contiguous cache, by 10 %.
         self.masked = plan.backward or (len(plan.tiles) > 1 and table_ref is None)
-        self.index = self.begin + span(plan.c.block_m)
+        self.index = self.begin + self._spread(span(plan.c.block_m))
         self.inside = self._count(self.index)
         self.entries = functools.cache(self._entries)  # each tile of heads asks for them
 
@@ -56,6 +56,12 @@ class Keys:
             return jnp.full(index.shape, True)
         inside = index < self.stop
         return inside if self.first is None else inside & (index >= self.first)
+
+    @property
+    def some_count(self) -> jax.Array:
+        """Whether any key of the block does."""
+        end, some = self.begin + self.plan.c.block_m, self.begin < self.stop
+        return some if self.first is None else some & (end > self.first)
 
     def seen(self, rows: Rows, length: jax.Array | int) -> jax.Array:
         """[rows, keys], backward [keys, rows]: which query sees which key.
@@ -70,20 +76,55 @@ class Keys:
         seen = key < jnp.minimum(last, s.m)
         return seen if window is None else seen & (key >= last - window)
 
-    def _entries(self, ranks: int, odd: bool = False) -> tuple[jax.Array, jax.Array]:
-        """Which rows of an array [M ranks, ..] they are (or those of odd ranks); which exist."""
-        size = power_of_two(ranks) >> odd
+    def _spread(self, place: jax.Array) -> jax.Array:
+        """Which key of the block is at each place of a tile, so that gathers meet 32 banks.
+
+        A warp reads numbers of eight heads and four neighbouring pairs of entries at once, which
+        are 2 H numbers apart. Those of every second or fourth pair are in other banks.
+        """
+        s, block = self.plan.s, self.plan.c.block_m
+        if self.plan.backward or not self.plan.gathers or s.most_ranks > 2:
+            return place
+        keys = 3 - s.most_ranks  # of a pair
+        pair, key = place // keys, place % keys
+        step = min(4 if s.h % 2 else 2 if s.h % 4 else 1, block // keys // 4)
+        of_group = pair % (4 * step)
+        return (pair - of_group + of_group % 4 * step + of_group // 4) * keys + key
+
+    def _ranked(self, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of each entry the key, the rank, and whether it is loaded."""
+        size = power_of_two(ranks)
         key, rank = grouped(self.plan.c.block_m, size)
         if self.plan.backward:
             octet, place = grouped(self.plan.c.block_m * size // 8, 8)
             key, rank = octet // size * 8 + place, octet % size
-        key = self.index if ranks == 1 else key + self.begin
-        rank = 2 * rank + 1 if odd else rank
+        key = self.index if ranks == 1 else self._spread(key) + self.begin
         exists = self._count(key) if self.masked else jnp.full(key.shape, True)
         if not self.masked and not self.all_count:
             key = jnp.minimum(key, self.stop - 1)
             key = key if self.first is None else jnp.maximum(key, self.first)
-        return self._place(key) * ranks + rank, exists & (rank < ranks)
+        return key, rank, exists & (rank < ranks)
+
+    def _entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
+        """Which rows of an array [M ranks, ..] they are; which exist."""
+        key, rank, exists = self._ranked(ranks)
+        return self._place(key) * ranks + rank, exists
+
+    def entries_of_block(self, ranks: int) -> tuple[jax.Array, jax.Array]:
+        """Which rows of the block's [block_m ranks, ..] they are; which exist."""
+        key, rank, exists = self._ranked(ranks)
+        return (key - self.begin) * ranks + jnp.minimum(rank, ranks - 1), exists
+
+    def load_block(self, ref: Ref, ranks: int, wanted: jax.Array | bool) -> jax.Array:
+        """The block's head factors [block_m ranks H], flat, of an array [M ranks H], if wanted."""
+        s, block = self.plan.s, self.plan.c.block_m
+        size = block * ranks * s.h
+        number = span(power_of_two(size))
+        inside = (number < size) & wanted
+        if s.pages is None and s.m % block:
+            inside &= number < (s.m - self.begin) * (ranks * s.h)
+        begin = self._place(self.begin) * (ranks * s.h)
+        return plgpu.load(ref.at[begin + number], mask=inside, other=0.0)
 
     def _place(self, key: jax.Array) -> jax.Array:
         """Where keys are in the cache. A page out of range is taken for the nearest one."""

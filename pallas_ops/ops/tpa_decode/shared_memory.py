@@ -1,5 +1,6 @@
 """What Triton takes of shared memory for a launch of tpa_decode, at most."""
 
+from pallas_ops.core.tiles import power_of_two
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles
 
 
@@ -12,10 +13,9 @@ def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products = max(own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores)
     if s.is_coarse:  # widened in registers
         products = scores
-    copied = heads * 3 // 2 if s.has_pairs(c.block_h) else heads
     # Where the threads that have a key's ranks are not those of its values.
     exchange = 0 if s.tile_rk == s.tile_rv else 8 * rows * s.most_ranks
-    key = _buffer_bytes(s, c, copied) + 8 * s.tile_rk * ranks + products + exchange
+    key = _buffer_bytes(s, c, heads) + 8 * s.tile_rk * ranks + products + exchange
     return max(queries + c.block_m * key, 4 * rows * s.tile_e)  # the latter stores the output
 
 
@@ -30,8 +30,8 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products = mixed * (rows_of_tile + max(rows_of_tile, features))
     products = max(products, 4 * (rows_of_tile + s.tile_d))
     products += 4 * rows_of_tile * min(2, s.most_ranks) + 8 * ranks
-    copied = heads * 3 // 2 if s.has_pairs(c.block_h, backward=True) else heads
-    return queries + c.block_m * (_buffer_bytes(s, c, copied) + products)
+    key = _buffer_bytes(s, c, heads, backward=True)
+    return queries + c.block_m * (key + products)
 
 
 def _operand_bytes(s: Sizes) -> tuple[int, int]:
@@ -43,10 +43,17 @@ def _operand_bytes(s: Sizes) -> tuple[int, int]:
     return own, 2 if s.dtype == "bfloat16" and not s.wide_queries else 8
 
 
-def _buffer_bytes(s: Sizes, c: TpaDecodeConfig, heads: int) -> int:
-    """Bytes of the buffers of one key and so many heads: each stage but the last has one."""
+def _buffer_bytes(s: Sizes, c: TpaDecodeConfig, heads: int, *, backward: bool = False) -> int:
+    """Bytes of the buffers of one key and so many heads: each stage but the last has one.
+
+    Head factors that are gathered are flat, and have one buffer more, which the gather reads.
+    """
     width = 4 if s.dtype == "float32" else 2
-    heads *= (s.tile_rk + s.tile_rv) * width
+    factors, gathered = heads * (s.tile_rk + s.tile_rv), 0
+    if s.gathers(c.block_h, backward=backward):
+        sizes = power_of_two(s.rk * s.h), power_of_two(s.rv * s.h)
+        factors, gathered = sum(sizes), max(sizes)
     features = s.tile_rk * s.tile_d + s.tile_rv * s.tile_e
     buffers, table = max(c.num_stages - 1, 1), 8 * s.most_ranks if s.pages else 0
-    return buffers * (heads + (1 if s.quantised else width) * features + table)
+    copied = width * factors + (1 if s.quantised else width) * features + table
+    return buffers * copied + width * gathered
