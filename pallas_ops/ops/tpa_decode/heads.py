@@ -1,5 +1,7 @@
 """How the head factors ak and av [M ranks, H] are loaded, and how sums over ranks are taken."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,12 +14,16 @@ from pallas_ops.ops.tpa_decode.keys import Keys
 from pallas_ops.ops.tpa_decode.tiles import Rows
 
 
-def load(keys: Keys, rows: Rows, ref: Ref | jax.Array, ranks: int) -> jax.Array:
-    """ak or av as [rows, entries], in float32. `ref` is the block itself if it was loaded ahead."""
+def source(keys: Keys, ref: Ref, ranks: int, wanted: jax.Array | bool = True) -> Any:
+    """What the functions below take: the array ak or av, or the block of it that they gather."""
+    return keys.load_block(ref, ranks, wanted) if keys.plan.gathers else ref
+
+
+def load(keys: Keys, rows: Rows, ref: Any, ranks: int) -> jax.Array:
+    """ak or av as [rows, entries], in float32."""
     if keys.plan.gathers:
-        x = ref if keys.plan.loads_ahead else keys.load_block(ref, ranks, True)
         entry, exists = keys.entries_of_block(ranks)
-        x = _gather(x, rows, entry[None, :], rows.column[:, None])
+        x = _gather(ref, rows, entry[None, :], rows.column[:, None])
         x = jnp.where(exists[None, :], x, 0)
     elif rows.tile_h > 32 and keys.plan.s.h % 2 == 0:
         x = _groups(keys, rows, ref, ranks)
@@ -27,12 +33,11 @@ def load(keys: Keys, rows: Rows, ref: Ref | jax.Array, ranks: int) -> jax.Array:
     return rows.spread(x.astype(jnp.float32), 0)
 
 
-def load_ranks(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> list[jax.Array]:
+def load_ranks(keys: Keys, rows: Rows, ref: Any, ranks: int) -> list[jax.Array]:
     """Of octets, each rank of ak or av as [keys / 8, 8, rows], in float32."""
     if keys.plan.gathers:
         entry, exists = keys.entries_of_block(ranks)
-        x = keys.load_block(ref, ranks, keys.some_count)
-        x = _gather(x, rows, entry[:, None], rows.column[None, :])
+        x = _gather(ref, rows, entry[:, None], rows.column[None, :])
         x = jnp.where(exists[:, None] & rows.column_inside[None, :], x, 0)
     else:
         x = _groups(keys, rows, ref, ranks)

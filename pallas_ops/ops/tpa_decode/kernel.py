@@ -99,6 +99,8 @@ def _forward_kernel(
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
 
+    factors = (ak_ref, s.rk), (av_ref, s.rv)
+
     def ahead(i: Any) -> list[jax.Array] | None:
         """What is loaded one step before step i: pages, or head factors."""
         if plan.looks_ahead:
@@ -106,14 +108,16 @@ def _forward_kernel(
         if not plan.loads_ahead:
             return None
         keys = Keys(plan, i, limit)
-        factors = (ak_ref, s.rk), (av_ref, s.rv)
         return [keys.load_block(ref, ranks, i < stop) for ref, ranks in factors]
 
     def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
         loaded, states = carry
         pages = loaded if plan.looks_ahead else None
         keys = Keys(plan, i, limit, first_key, table_ref, pages, all_count=all_count)
-        ak, av = loaded if loaded and plan.loads_ahead else (ak_ref, av_ref)
+        if loaded and plan.loads_ahead:
+            ak, av = loaded
+        else:
+            ak, av = (heads.source(keys, ref, ranks) for ref, ranks in factors)
         loaded = ahead(i + 1)
         inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
         if bq is not None:  # [queries x ranks, entries]

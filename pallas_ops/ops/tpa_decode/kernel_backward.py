@@ -22,10 +22,10 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref, span
-from pallas_ops.ops.tpa_decode import reference
+from pallas_ops.ops.tpa_decode import heads, reference
 from pallas_ops.ops.tpa_decode.choose import choose_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
-from pallas_ops.ops.tpa_decode.heads import join_ranks, load_ranks, of_ranks
+from pallas_ops.ops.tpa_decode.heads import join_ranks, of_ranks
 from pallas_ops.ops.tpa_decode.keys import Keys, key_range, part
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, load, per_batch, per_split, store
 
@@ -91,6 +91,10 @@ def _backward_kernel(
         # Blocks without keys that count are stored, too, as zeros; nothing is loaded for them.
         keys = Keys(plan, i, limit, first_key)
         stored = Keys(plan, i, s.m)
+        ak, av = (
+            heads.source(keys, ref, ranks, keys.some_count)
+            for ref, ranks in ((ak_ref, s.rk), (av_ref, s.rv))
+        )
         bk = load(bk_ref, *keys.features(s.rk, s.d))
         bv = load(bv_ref, *keys.features(s.rv, s.e))
         inner = bk if bq is None else plan.dot(bk, bq.T)
@@ -98,12 +102,12 @@ def _backward_kernel(
         dinner: Any = None
         new_dqs = []
         for q, dq in zip(queries, dqs, strict=True):
-            p, ds, u, t, ak, av = _scores(q, keys, length, ak_ref, av_ref, inner, bv)
+            p, ds, u, t, of_k, of_v = _scores(q, keys, length, ak, av, inner, bv)
             dav = q.rows.gather(join_ranks([p * x for x in t])) * plan.p.value_scale
             dav = dav.astype(dav_ref.dtype)
-            dbv = plan.dot(join_ranks([p * x for x in av]), q.dout, dbv)
+            dbv = plan.dot(join_ranks([p * x for x in of_v]), q.dout, dbv)
             dak = q.rows.gather(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
-            g = join_ranks([ds * x for x in ak])
+            g = join_ranks([ds * x for x in of_k])
             dinner = plan.dot(g, q.aq, dinner)
             new_dqs.append(plan.dot(bk.T, g, dq))
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
@@ -136,15 +140,15 @@ def _scores(
     q: _Queries,
     keys: Keys,
     length: jax.Array | int,
-    ak_ref: Ref,
-    av_ref: Ref,
+    ak: Any,  # see `heads.source`
+    av: Any,
     inner: jax.Array,  # bk bq^T, or bk without bq
     bv: jax.Array,
 ) -> tuple[Any, ...]:
     """p, ds, u, t, ak and av (see above), each [keys / 8, 8, rows]; the last four of each rank."""
     plan, s, rows = keys.plan, keys.plan.s, q.rows
-    ak = load_ranks(keys, rows, ak_ref, s.rk)
-    av = [x * plan.p.value_scale for x in load_ranks(keys, rows, av_ref, s.rv)]
+    ak = heads.load_ranks(keys, rows, ak, s.rk)
+    av = [x * plan.p.value_scale for x in heads.load_ranks(keys, rows, av, s.rv)]
     u, t = of_ranks(plan.dot(inner, q.aq.T), s.rk), of_ranks(plan.dot(bv, q.dout.T), s.rv)
     score = reduce(add, map(mul, u, ak)) * plan.p.score_scale
     seen = (keys.seen(rows, length) & rows.inside[None, :]).reshape(score.shape)
