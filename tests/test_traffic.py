@@ -165,16 +165,17 @@ def test_pages_beyond_the_length_are_not_read(rng: np.random.Generator, size: in
     assert 384 <= of_keys <= 384 * 1.05
 
 
-@pytest.mark.parametrize("h", [34, 47, 48, 78])
-def test_heads_come_from_many_banks_at_once(rng: np.random.Generator, h: int) -> None:
+@pytest.mark.parametrize(("h", "ranks"), [(34, 2), (47, 2), (48, 1), (78, 2)])
+def test_heads_come_from_many_banks_at_once(rng: np.random.Generator, h: int, ranks: int) -> None:
     """With the launch of 16 sequences of 16,384 tokens. As [entries, heads] it were 2.7 cycles."""
-    sizes = tpa_decode.Sizes(b=16, n=1, m=16384, h=h, r=6, d=64, e=64, rk=2, rv=2, dtype="bfloat16")
+    axes: dict[str, Any] = dict(h=h, r=6, d=64, e=64, rk=ranks, rv=ranks)
+    sizes = tpa_decode.Sizes(b=16, n=1, m=16384, **axes, dtype="bfloat16")
     config = dataclasses.replace(choose.choose(sizes, H200), num_splits=1)
-    xs = factors(rng, BF16, b=1, m=4 * config.block_m, h=h, r=6, d=64, e=64, rk=2, rv=2)
+    xs = factors(rng, BF16, b=1, m=4 * config.block_m, **axes)
     with emulate.traffic() as counts:
         pallas_ops.tpa_decode(*xs, implementation=KERNEL, config=config).block_until_ready()
     count = counts["pallas_ops_tpa_decode"]
-    assert count["shared cycles"] < 1.4 * count["shared turns"]
+    assert count["shared cycles"] < 1.2 * count["shared turns"]
 
 
 @pytest.mark.parametrize("h", [34, 47, 78])

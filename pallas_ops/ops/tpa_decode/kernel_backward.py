@@ -27,6 +27,7 @@ from pallas_ops.ops.tpa_decode.choose import choose_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.heads import join_ranks, of_ranks
 from pallas_ops.ops.tpa_decode.keys import Keys, key_range, part
+from pallas_ops.ops.tpa_decode.merge import sum_splits
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, load, per_batch, per_split, store
 
 
@@ -56,10 +57,7 @@ def one_pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array,
         num_stages=config.num_stages,
     )
     dkeyed = [g.reshape(x.shape) for g, x in zip(grads[-4:], of_keys, strict=True)]
-    daq, *dbq = (
-        g.sum(axis=1).astype(x.dtype).reshape(x.shape)
-        for g, x in zip(grads[:-4], of_queries, strict=True)
-    )
+    daq, *dbq = sum_splits(grads[:-4], of_queries)
     return daq, *dkeyed[:2], *dbq, *dkeyed[2:]
 
 

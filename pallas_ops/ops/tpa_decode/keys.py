@@ -1,6 +1,7 @@
 """The keys of a program of tpa_decode: which ones it takes, and what it loads of them."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -77,19 +78,18 @@ class Keys:
         return seen if window is None else seen & (key >= last - window)
 
     def _spread(self, place: jax.Array) -> jax.Array:
-        """Which key of the block is at each place of a tile, so that gathers meet 32 banks.
+        """Which key of the block is at each place of a tile, so that gathers meet no bank twice.
 
-        A warp reads numbers of eight heads and four neighbouring pairs of entries at once, which
-        are 2 H numbers apart. Those of every second or fourth pair are in other banks.
+        Four threads side by side have two entries each, and read numbers of eight heads at once.
+        Their keys are `step` apart, so their numbers 4 or 12, or 8 or 24, banks.
         """
         s, block = self.plan.s, self.plan.c.block_m
         if self.plan.backward or not self.plan.gathers or s.most_ranks > 2:
             return place
-        keys = 3 - s.most_ranks  # of a pair
-        pair, key = place // keys, place % keys
-        step = min(4 if s.h % 2 else 2 if s.h % 4 else 1, block // keys // 4)
-        of_group = pair % (4 * step)
-        return (pair - of_group + of_group % 4 * step + of_group // 4) * keys + key
+        step = min(8 // math.gcd(8, s.most_ranks * s.h), block // 4)
+        own = 2 // s.most_ranks  # keys of a thread's two entries
+        thread, key = place // own % 4, place // (4 * own) * own + place % own
+        return key // step * (4 * step) + thread * step + key % step
 
     def _ranked(self, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Of each entry the key, the rank, and whether it is loaded."""

@@ -1,4 +1,4 @@
-"""Partial results of tpa_decode's splits, merged."""
+"""Partial results of tpa_decode's splits: outputs are merged, gradients summed."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, span
+from pallas_ops.core.tiles import Ref, power_of_two, span
 from pallas_ops.ops.tpa_decode.config import tile
 from pallas_ops.ops.tpa_decode.tiles import LOWEST, per_batch, store
 
@@ -87,3 +87,49 @@ def _merge_kernel(
     store(merged_ref, acc / nonzero[:, None], i, j, (i < rows)[:, None] & (j < e)[None, :])
     lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
     plgpu.store(total_ref.at[i], lse, mask=(i < rows) & (pl.program_id(1) == 0))
+
+
+def sum_splits(parts: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:
+    """Float32 arrays [B, S, ..] summed over S, all in one launch, as arrays of `like`."""
+    if parts[0].shape[1] == 1:
+        return [x.astype(y.dtype).reshape(y.shape) for x, y in zip(parts, like, strict=True)]
+    flat = [x.reshape(*x.shape[:2], -1) for x in parts]
+    b, splits = flat[0].shape[:2]
+    block, width = min(power_of_two(splits), 256), 32
+    sums = launch(
+        partial(_sum_kernel, block=block, width=width),
+        *flat,
+        name="tpa_decode_sum",
+        grid=(sum(pl.cdiv(x.shape[2], width) for x in flat), b),
+        in_specs=[*map(per_batch, flat)],
+        out_specs=[pl.BlockSpec((None, x.shape[2]), lambda *ids: (ids[-1], 0)) for x in flat],
+        out_shape=[
+            jax.ShapeDtypeStruct((b, x.shape[2]), y.dtype) for x, y in zip(flat, like, strict=True)
+        ],
+        num_warps=max(1, block * width // 2048),
+    )
+    return [x.reshape(y.shape) for x, y in zip(sums, like, strict=True)]
+
+
+def _sum_kernel(*refs: Ref, block: int, width: int) -> None:
+    """Of arrays [S, columns], sums [columns]. A program takes a block of columns of one array."""
+    program, half = pl.program_id(0), len(refs) // 2
+    for part_ref, sum_ref in zip(refs[:half], refs[half:], strict=True):
+        blocks, j = pl.cdiv(sum_ref.shape[0], width), program * width + span(width)
+        is_own = (program >= 0) & (program < blocks)
+        pl.when(is_own)(partial(_sum_columns, part_ref, sum_ref, j, block))
+        program -= blocks
+
+
+def _sum_columns(part_ref: Ref, sum_ref: Ref, j: jax.Array, block: int) -> None:
+    splits, columns = part_ref.shape
+
+    def of_block(k: jax.Array | int) -> jax.Array:
+        i = k * block + span(block)
+        inside = (i < splits)[:, None] & (j < columns)[None, :]
+        return plgpu.load(part_ref.at[i[:, None], j[None, :]], mask=inside, other=0.0).sum(axis=0)
+
+    total = of_block(0)
+    if splits > block:
+        total = lax.fori_loop(1, pl.cdiv(splits, block), lambda k, x: x + of_block(k), total)
+    plgpu.store(sum_ref.at[j], total.astype(sum_ref.dtype), mask=j < columns)
