@@ -82,8 +82,11 @@ FAULTS = {
     "of many queries only the last chunk counts": Fault(
         "ops/tpa_decode/formed.py", "dk = sums[0] + ", "dk = "
     ),
-    "even heads of odd ranks from the pair before": Fault(
-        "ops/tpa_decode/heads.py", "(odd[1], odd_of_odd", "(even[1], odd_of_odd"
+    "head factors of the block before": Fault(
+        "ops/tpa_decode/kernel.py", "loaded = ahead(i + 1)", "loaded = ahead(i)"
+    ),
+    "keys of a block change places": Fault(
+        "ops/tpa_decode/keys.py", "+ thread * step + key % step", "+ thread + key % step"
     ),
     "vmapped operands fold into the wrong axis": Fault(
         "core/dispatch.py", "o.reshape(size, -1,", "o.reshape(-1, size,"

@@ -174,7 +174,7 @@ OPS = [
         large=dict(b=8, n=1, m=32768, h=32, r=16, d=128, e=128),
         integers={6: (2, 33)},  # every query sees a key
         kernels=("tpa_decode", "tpa_decode_merge"),
-        gradient_kernels=("tpa_decode_backward",),
+        gradient_kernels=("tpa_decode_backward", "tpa_decode_sum"),
         residuals=TPA_DECODE_RESIDUALS,
         split=("b", "h", "e"),
         unsharded=("n", "r", "d"),

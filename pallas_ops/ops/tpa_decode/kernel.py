@@ -98,17 +98,8 @@ def _forward_kernel(
     queries, bq, score_scale = _load_queries(plan, tiles, aq_ref, bq_ref)
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
-
     factors = (ak_ref, s.rk), (av_ref, s.rv)
-
-    def ahead(i: Any) -> list[jax.Array] | None:
-        """What is loaded one step before step i: pages, or head factors."""
-        if plan.looks_ahead:
-            return look_up(plan, i, table_ref, limit)
-        if not plan.loads_ahead:
-            return None
-        keys = Keys(plan, i, limit)
-        return [keys.load_block(ref, ranks, i < stop) for ref, ranks in factors]
+    ahead = partial(_ahead, plan, factors, table_ref, stop, limit)
 
     def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
         loaded, states = carry
@@ -145,6 +136,18 @@ def _forward_kernel(
     _, states = lax.fori_loop(start, stop, step, carry)
     for rows, state in zip(tiles, states, strict=True):
         _store(plan, rows, state, out_ref, lse_ref)
+
+
+def _ahead(
+    plan: Plan, factors: Any, table_ref: Ref | None, stop: Any, limit: Any, i: Any
+) -> list[jax.Array] | None:
+    """What step i takes that is loaded one step before: pages, or head factors."""
+    if plan.looks_ahead:
+        return look_up(plan, i, table_ref, limit)
+    if not plan.loads_ahead:
+        return None
+    keys = Keys(plan, i, limit)
+    return [keys.load_block(ref, ranks, i < stop) for ref, ranks in factors]
 
 
 def _add_values(
