@@ -122,10 +122,15 @@ def test_kernels_are_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], d
     assert_as_good_as_reference(got[1], own[1], truth, floor=floor)
 
 
-@pytest.mark.parametrize(
-    "shape", [case(b=2, h=47, r=6, e=16, rk=2, rv=2), case(b=1, n=2, h=5, rk=2, rv=2, full=True)]
-)
-def test_odd_numbers_of_heads_are_loaded_in_pairs(rng: Rng, shape: dict[str, Any]) -> None:
+GATHERED = [
+    case(b=2, h=47, r=6, e=16, rk=2, rv=2),
+    case(b=1, n=2, h=5, rk=2, rv=2, full=True),
+    case(b=1, h=38, rk=3, rv=1),
+]
+
+
+@pytest.mark.parametrize("shape", GATHERED)
+def test_heads_that_are_gathered(rng: Rng, shape: dict[str, Any]) -> None:
     shape = dict(n=1, m=45) | shape
     test_kernels_are_as_good_as_the_reference(rng, shape, jnp.bfloat16)
 
