@@ -98,6 +98,18 @@ def test_without_private_jax_the_reference_runs(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("available", [True, False])
+def test_heads_are_gathered_where_jax_can(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
+    monkeypatch.setattr(triton_ext, "AVAILABLE", available)
+    heads, features = (((2, 1024, 2, size), jnp.bfloat16) for size in (47, 64))
+    query = ((2, 1, 47, 6), jnp.bfloat16), heads, heads, ((2, 1, 6, 64), jnp.bfloat16)
+    xs = [jax.ShapeDtypeStruct(*x) for x in (*query, features, features)]
+    program = h200.compile_for_h200(partial(pallas_ops.tpa_decode, implementation="triton"), *xs)
+    (text,) = (x for x in program.ptx if ".entry pallas_ops_tpa_decode(" in x)
+    # Rows of 47 heads are loaded number by number where they are not gathered; the query always is.
+    assert (text.count("ld.global.b16") < 32) == available
+
+
+@pytest.mark.parametrize("available", [True, False])
 def test_loops_are_pipelined_where_asked(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
     monkeypatch.setattr(triton_ext, "AVAILABLE", available)
 
