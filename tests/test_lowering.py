@@ -117,6 +117,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SHAPES)
 def test_any_shape_compiles(settings: dict[str, Any]) -> None:
     """A gradient whose rows do not fit in shared memory at once is the reference's."""
@@ -139,6 +140,7 @@ UNFACTORED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "h"), in_turn(UNFACTORED, [22, 47]))
 def test_queries_without_factors_compile(h: int, options: dict[str, Any]) -> None:
     """Of published sizes, forward and backward, with next to no spills."""

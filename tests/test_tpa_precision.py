@@ -74,6 +74,7 @@ def test_log_sum_exps_are_those_of_rounded_queries(rng: Rng) -> None:
     assert 1e-6 < error < 2.0**-9 * abs(want).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype8", DTYPES8)
 def test_eight_bits(rng: Rng, dtype8: Any) -> None:
     xs = quantised(factors(rng, jnp.bfloat16, m=70, h=17, rk=2, rv=2), dtype8)
@@ -220,6 +221,7 @@ def test_what_is_taken_for_a_prompt() -> None:
             assert not prompt.takes(s, dataclasses.replace(p, **change)), change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["highest", "default"])
 def test_gradients_of_a_prompt_take_less_memory_than_materialised_ones(precision: Any) -> None:
     """1,024 queries of 32 heads behind 8,192 tokens."""

@@ -141,6 +141,7 @@ def test_keys_that_no_query_sees_are_not_read(rng: np.random.Generator, backward
     assert loaded[1] - loaded[0] == 256 * 640
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 128])
 def test_pages_beyond_the_length_are_not_read(rng: np.random.Generator, size: int) -> None:
     """Of 4,096 keys in bfloat16 and int8, and one entry of the table a key or a block of keys."""
@@ -178,6 +179,7 @@ def test_heads_come_from_many_banks_at_once(rng: np.random.Generator, h: int, ra
     assert count["shared cycles"] < 1.2 * count["shared turns"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("h", [34, 47, 78])
 def test_heads_of_the_gradient_come_from_many_banks_at_once(
     rng: np.random.Generator, h: int

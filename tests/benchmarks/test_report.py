@@ -21,12 +21,14 @@ def test_markdown_has_every_number_and_every_reason() -> None:
     assert "broken at n = 8, 2048: -1, RuntimeError: boom" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 def test_a_mean_is_not_passed_off_as_a_median() -> None:
     found = suite.run(TOY, toy_plan(calls=3))  # four kernels in three calls
     assert "jit at n = 8, 2048: calls launched different kernels" in report.markdown(found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 def test_seconds_to_compile_are_those_of_what_is_jitted() -> None:
     text = report.markdown(suite.run(TOY, toy_plan()))
