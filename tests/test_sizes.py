@@ -168,9 +168,7 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         first = 0
         for rows in tpa.Rows.of_program(plan, jnp.int32(i)):
             query, lane = (np.asarray(y, object) for y in tpa.grouped(c.block_n, rows.tile_h))
-            order = np.asarray(rows.column, object)
-            assert sorted(order) == list(range(rows.tile_h))
-            query, lane = i // plan.head_blocks * c.block_n + query, first + order[lane.astype(int)]
+            query, lane = i // plan.head_blocks * c.block_n + query, first + lane
             head = i % plan.head_blocks * c.block_h + lane
             inside = (query < n) & (head < h) & (lane < c.block_h)
             same(rows.index, query * h + head, inside)
@@ -180,19 +178,17 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         same(rows.rank_query * s.r + rows.rank, rank_query * s.r + rank, rank_query < n)
         blocks = -(-m // c.block_m)
         start, stop = tpa_keys.part(jnp.int32(split), c.num_splits, jnp.int32(blocks))
-        assert (int(start), int(stop)) == (
-            split * blocks // c.num_splits,
-            (split + 1) * blocks // c.num_splits,
-        )
-        keys, last = (tpa_keys.Keys(plan, jnp.int32(j), m) for j in (0, int(stop) - 1))
-        order = np.asarray(keys.index, object)
+        ends = [(split + j) * blocks // c.num_splits for j in (0, 1)]
+        assert [int(start), int(stop)] == ends
+        order = np.asarray(tpa_keys.Keys(plan, jnp.int32(0), m).index, object)
         assert sorted(order) == list(range(c.block_m))
-        index = (int(stop) - 1) * c.block_m + order
-        same(last.index, index, index < m)
-        entry = (index[:, None] * s.rk + np.arange(s.rk)).reshape(-1)
-        same(last.entries(s.rk)[0], entry, entry < m * s.rk)
-        entry = (order[:, None] * s.rk + np.arange(s.rk)).reshape(-1)
-        same(last.entries_of_block(s.rk)[0], entry, index.repeat(s.rk) < m)
+        assert plan.gathers or list(order) == sorted(order)
+        keys, begin = tpa_keys.Keys(plan, jnp.int32(int(stop) - 1), m), (int(stop) - 1) * c.block_m
+        same(keys.index, begin + order, begin + order < m)
+        entry = (2 * order[:, None] + np.arange(2)).reshape(-1)
+        inside = (begin + order < m).repeat(2)
+        same(keys.entries(2)[0], 2 * begin + entry, inside)
+        same(keys.entries_of_block(2)[0], entry, inside)
 
 
 @pytest.mark.parametrize("size", [16, 48, 128, 2**20])

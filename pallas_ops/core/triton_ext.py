@@ -20,14 +20,8 @@ try:
     triton: Any = importlib.import_module("jax._src.lib.triton").dialect
     lowering: Any = importlib.import_module("jax._src.pallas.triton.lowering")
     _needed = (
-        *(
-            ir.InsertionPoint,
-            ir.IntegerAttr,
-            ir.IntegerType,
-            triton.ScanOp,
-            triton.scan_return,
-            triton.gather,
-        ),
+        *(ir.InsertionPoint, ir.IntegerAttr, ir.IntegerType),
+        *(triton.ScanOp, triton.scan_return, triton.gather),
         *(lowering._ensure_ir_value, lowering._element_type, lowering.lower_jaxpr_to_triton_ir),
         lowering.register_lowering,
     )
@@ -72,8 +66,8 @@ def pipelined(i: jax.Array, num_stages: int) -> jax.Array:
 def gather(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index] of a tile [n], by way of shared memory; `index` has any shape, and is in range.
 
-    The result has any layout: threads read the numbers they need. No thread may ask for a number
-    that another thread is still to load, so Triton puts the tile into shared memory first.
+    Triton writes the tile to shared memory and waits for all threads. Then each thread reads the
+    numbers that it needs, in the layout in which the result is used.
     """
     if launch.is_interpreted():
         return x[index]

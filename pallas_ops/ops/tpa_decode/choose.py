@@ -60,7 +60,7 @@ def _choose_keys(
         num_stages=num_stages,
     )
     taken = forward_bytes(s, c) * 5 // 6  # nearer than the bound
-    least_keys = (48 if s.gathers(block_h) else 96) * num_warps
+    least_keys = (48 if 32 < block_h <= 64 and s.gathers(block_h) else 96) * num_warps
     for programs in range(2, most_programs + 1):
         splits, keys = keys_of_split(programs)
         if keys >= least_keys * (programs - 1) and taken <= card.shared_memory // programs:

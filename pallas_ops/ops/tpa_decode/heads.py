@@ -14,9 +14,14 @@ from pallas_ops.ops.tpa_decode.keys import Keys
 from pallas_ops.ops.tpa_decode.tiles import Rows
 
 
-def source(keys: Keys, ref: Ref, ranks: int, wanted: jax.Array | bool = True) -> Any:
-    """What the functions below take: the array ak or av, or the block of it that they gather."""
-    return keys.load_block(ref, ranks, wanted) if keys.plan.gathers else ref
+def sources(
+    keys: Keys, ak_ref: Ref, av_ref: Ref, wanted: jax.Array | bool = True
+) -> tuple[Any, Any]:
+    """What `load` and `load_ranks` take: ak and av, or the blocks of them that are gathered."""
+    if not keys.plan.gathers:
+        return ak_ref, av_ref
+    s = keys.plan.s
+    return keys.load_block(ak_ref, s.rk, wanted), keys.load_block(av_ref, s.rv, wanted)
 
 
 def load(keys: Keys, rows: Rows, ref: Any, ranks: int) -> jax.Array:

@@ -29,7 +29,7 @@ from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, per_batch, per_s
 from pallas_ops.ops.tpa_decode.words import join, pack, split, times
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators
-Carry = tuple[list[jax.Array] | None, list[State]]  # what was loaded ahead, and the states
+Carry = tuple[Any, list[State]]  # what was loaded ahead, and the states
 
 
 def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Array]:
@@ -98,17 +98,13 @@ def _forward_kernel(
     queries, bq, score_scale = _load_queries(plan, tiles, aq_ref, bq_ref)
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
-    factors = (ak_ref, s.rk), (av_ref, s.rv)
-    ahead = partial(_ahead, plan, factors, table_ref, stop, limit)
+    ahead = partial(_ahead, plan, ak_ref, av_ref, table_ref, stop, limit)
 
     def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
         loaded, states = carry
         pages = loaded if plan.looks_ahead else None
         keys = Keys(plan, i, limit, first_key, table_ref, pages, all_count=all_count)
-        if loaded and plan.loads_ahead:
-            ak, av = loaded
-        else:
-            ak, av = (heads.source(keys, ref, ranks) for ref, ranks in factors)
+        ak, av = loaded if plan.loads_ahead else heads.sources(keys, ak_ref, av_ref)
         loaded = ahead(i + 1)
         inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
         if bq is not None:  # [queries x ranks, entries]
@@ -139,15 +135,14 @@ def _forward_kernel(
 
 
 def _ahead(
-    plan: Plan, factors: Any, table_ref: Ref | None, stop: Any, limit: Any, i: Any
-) -> list[jax.Array] | None:
+    plan: Plan, ak_ref: Ref, av_ref: Ref, table_ref: Ref | None, stop: Any, limit: Any, i: Any
+) -> Any:
     """What step i takes that is loaded one step before: pages, or head factors."""
     if plan.looks_ahead:
         return look_up(plan, i, table_ref, limit)
-    if not plan.loads_ahead:
-        return None
-    keys = Keys(plan, i, limit)
-    return [keys.load_block(ref, ranks, i < stop) for ref, ranks in factors]
+    if plan.loads_ahead:
+        return heads.sources(Keys(plan, i, limit), ak_ref, av_ref, i < stop)
+    return None
 
 
 def _add_values(

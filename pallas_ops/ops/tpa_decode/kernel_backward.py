@@ -89,10 +89,7 @@ def _backward_kernel(
         # Blocks without keys that count are stored, too, as zeros; nothing is loaded for them.
         keys = Keys(plan, i, limit, first_key)
         stored = Keys(plan, i, s.m)
-        ak, av = (
-            heads.source(keys, ref, ranks, keys.some_count)
-            for ref, ranks in ((ak_ref, s.rk), (av_ref, s.rv))
-        )
+        ak, av = heads.sources(keys, ak_ref, av_ref, keys.some_count)
         bk = load(bk_ref, *keys.features(s.rk, s.d))
         bv = load(bv_ref, *keys.features(s.rv, s.e))
         inner = bk if bq is None else plan.dot(bk, bq.T)
@@ -100,12 +97,12 @@ def _backward_kernel(
         dinner: Any = None
         new_dqs = []
         for q, dq in zip(queries, dqs, strict=True):
-            p, ds, u, t, of_k, of_v = _scores(q, keys, length, ak, av, inner, bv)
+            p, ds, u, t, ak_ranks, av_ranks = _scores(q, keys, length, ak, av, inner, bv)
             dav = q.rows.gather(join_ranks([p * x for x in t])) * plan.p.value_scale
             dav = dav.astype(dav_ref.dtype)
-            dbv = plan.dot(join_ranks([p * x for x in of_v]), q.dout, dbv)
+            dbv = plan.dot(join_ranks([p * x for x in av_ranks]), q.dout, dbv)
             dak = q.rows.gather(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
-            g = join_ranks([ds * x for x in of_k])
+            g = join_ranks([ds * x for x in ak_ranks])
             dinner = plan.dot(g, q.aq, dinner)
             new_dqs.append(plan.dot(bk.T, g, dq))
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
@@ -138,7 +135,7 @@ def _scores(
     q: _Queries,
     keys: Keys,
     length: jax.Array | int,
-    ak: Any,  # see `heads.source`
+    ak: Any,  # see `heads.sources`
     av: Any,
     inner: jax.Array,  # bk bq^T, or bk without bq
     bv: jax.Array,

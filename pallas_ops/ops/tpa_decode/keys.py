@@ -50,7 +50,9 @@ class Keys:
         self.masked = plan.backward or (len(plan.tiles) > 1 and table_ref is None)
         self.index = self.begin + self._spread(span(plan.c.block_m))
         self.inside = self._count(self.index)
-        self.entries = functools.cache(self._entries)  # each tile of heads asks for them
+        # Each tile of heads asks for them.
+        self.entries = functools.cache(self._entries)
+        self.entries_of_block = functools.cache(self._entries_of_block)
 
     def _count(self, index: jax.Array) -> jax.Array:
         if self.all_count:
@@ -78,10 +80,12 @@ class Keys:
         return seen if window is None else seen & (key >= last - window)
 
     def _spread(self, place: jax.Array) -> jax.Array:
-        """Which key of the block is at each place of a tile, so that gathers meet no bank twice.
+        """Which key of the block is at each place of a tile: those that a gather likes best.
 
-        Four threads side by side have two entries each, and read numbers of eight heads at once.
-        Their keys are `step` apart, so their numbers 4 or 12, or 8 or 24, banks.
+        A warp reads a tile as the tensor cores hold it: at a time eight heads (4 banks of shared
+        memory) of four keys, or of four pairs of entries. The numbers of keys `step` apart are an
+        odd multiple of 4 or 8 banks apart, so the four do not meet. No order helps where ranks
+        times H is a multiple of 32.
         """
         s, block = self.plan.s, self.plan.c.block_m
         if self.plan.backward or not self.plan.gathers or s.most_ranks > 2:
@@ -110,7 +114,7 @@ class Keys:
         key, rank, exists = self._ranked(ranks)
         return self._place(key) * ranks + rank, exists
 
-    def entries_of_block(self, ranks: int) -> tuple[jax.Array, jax.Array]:
+    def _entries_of_block(self, ranks: int) -> tuple[jax.Array, jax.Array]:
         """Which rows of the block's [block_m ranks, ..] they are; which exist."""
         key, rank, exists = self._ranked(ranks)
         return (key - self.begin) * ranks + jnp.minimum(rank, ranks - 1), exists
