@@ -129,7 +129,7 @@ def choose(s: Sizes, block_n: int, card: Card, *, backward: bool = False) -> Log
     num_segments = _num_segments(s, tiles, block_c, card, backward=backward)
     warp_bytes = WARP_BYTES if s.c == 1 else WARP_BYTES // (4 if is_short else 2)
     exact = 2048 if s.c > 1 else 256 if backward else 512  # elements
-    num_stages = 2 if backward and num_segments == 1 else 3
+    num_stages = 2 if backward == (num_segments == 1) else 3
     return LogcumsumexpConfig(
         block_n=block_n,
         block_c=block_c,

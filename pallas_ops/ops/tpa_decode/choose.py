@@ -59,7 +59,8 @@ def _choose_keys(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    taken = forward_bytes(s, c) * 5 // 6  # nearer than the bound
+    # Nearer than the bound, above all where head factors are loaded ahead, which copies none.
+    taken = forward_bytes(s, c) * (3 / 4 if s.gathers(block_h) and s.pages is None else 5 / 6)
     least_keys = (48 if 32 < block_h <= 64 and s.gathers(block_h) else 96) * num_warps
     for programs in range(2, most_programs + 1):
         splits, keys = keys_of_split(programs)
@@ -86,7 +87,8 @@ def _block(s: Sizes, block_h: int, rows: int, keys: int) -> tuple[int, int, int]
         return min(64, block_m), 3, 2
     if s.is_coarse:
         return block_m, 3, 2
-    return block_m, 4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3, 1
+    num_stages = 4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3
+    return block_m, num_stages, 2 if s.gathers(block_h) else 1
 
 
 def split_size(m: int) -> int:
