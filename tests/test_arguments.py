@@ -55,6 +55,7 @@ ALIKE = [
     ("tpa_decode", dict(lengths=jnp.array([2, 5])), dict(lengths=[2, 5])),
     ("tpa_decode", dict(lengths=jnp.array([4, 4])), dict(lengths=4)),
     ("tpa_decode", dict(scale=0.5), dict(scale=jnp.float32(0.5))),
+    ("tpa_decode", dict(scale=2), dict(scale=jnp.int32(2))),
     ("tpa_decode", dict(scale_v=0.5), dict(scale_v=np.float16(0.5))),
 ]
 

@@ -1,4 +1,4 @@
-"""Without the parts of JAX that may go, the package imports and the references run."""
+"""Without the parts of JAX that may go, and beyond what CUDA counts, the references run."""
 
 import importlib.util
 import subprocess
@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_ops
 from pallas_ops.core import backend, triton_ext
+from pallas_ops.core.backend import NoKernelError
 from tests import h200
 from tests.ops import TERMS, TestedOp, every_op
 from tests.support import assert_close
@@ -47,6 +49,29 @@ def test_kernels_that_are_asked_for_are_refused(rng: Rng, op: TestedOp, message:
         op.fn(*op.arguments(rng, b=7), implementation="interpret")  # for which none is compiled
     xs = op.arguments(rng)
     assert_close(op.fn(*xs), op.fn(*xs, implementation="xla"), terms=TERMS)
+
+
+FEATURES = jnp.ones((1, 2))
+TOO_MANY = [
+    (pallas_ops.logcumsumexp, (2**17, 2**14, 3), "2147483648 rows, of which kernels count"),
+    (pallas_ops.chunk_cumsum_decay, (2**17, 2**14, 3), "2147483648 rows, of which kernels count"),
+    (
+        partial(pallas_ops.lrpe_cosine, theta=FEATURES),
+        (2**16, 2**15, 1, 1, 2),
+        "2147483648 programs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fn", "shape", "message"), TOO_MANY)
+def test_more_than_kernels_can_count(fn: Any, shape: tuple[int, ...], message: str) -> None:
+    """With the rows that `jax.vmap` adds."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with pytest.warns(UserWarning, match=message):
+        lowered = h200.lower_for_cuda(jax.vmap(fn), x)
+    assert "pallas_ops" not in lowered.as_text()
+    with pytest.raises(NoKernelError, match=message):
+        h200.lower_for_cuda(jax.vmap(partial(fn, implementation="triton")), x)
 
 
 def test_import_without_the_backend() -> None:

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import AxisType
 
 import pallas_ops
-from tests.ops import OPS, TERMS, TestedOp, compiled, every_op, random_weights, words
+from tests.ops import OPS, TERMS, TestedOp, compiled, cpu_mesh, every_op, random_weights, words
 from tests.support import assert_close, kernel_implementation, random_array, value_and_vjp
 
 KERNEL = kernel_implementation()
@@ -201,25 +202,45 @@ def test_the_number_of_a_grids_axes_is_known() -> None:
         )
 
 
+def exported(op: TestedOp, xs: Any) -> jax.export.Exported:
+    """For CPU and CUDA, with its kernel."""
+    both = jax.export.export(
+        jax.jit(op.fn),
+        platforms=("cpu", "cuda"),
+        disabled_checks=pallas_ops.DISABLE_JAX_EXPORT_CHECKS,
+    )(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs))
+    assert f"pallas_ops_{op.name}".encode() in both.mlir_module_serialized
+    return both
+
+
 @every_op
 def test_export_for_cpu_and_cuda(rng: Rng, op: TestedOp) -> None:
     xs = jax.device_put(op.arguments(rng), jax.devices("cpu")[0])
     weights = random_weights(rng, op, xs)
-    export = jax.export.export(
-        jax.jit(op.fn),
-        platforms=("cpu", "cuda"),
-        disabled_checks=pallas_ops.DISABLE_JAX_EXPORT_CHECKS,
-    )
     with pallas_ops.target_gpu("NVIDIA H100"):  # which need not be there
-        exported = export(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs))
-        data = exported.serialize(vjp_order=1)
-    assert f"pallas_ops_{op.name}".encode() in exported.mlir_module_serialized
+        data = exported(op, xs).serialize(vjp_order=1)
     loaded = jax.export.deserialize(data)
     assert loaded.platforms == ("cpu", "cuda")
     want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
     out, got = called(loaded, xs, weights)
     assert_close(out, want, terms=TERMS)
     assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
+
+
+@every_op
+def test_export_without_a_gpu_or_its_name(rng: Rng, op: TestedOp) -> None:
+    """Is for the smallest card."""
+    exported(op, op.arguments(rng))
+    with jax.set_mesh(cpu_mesh(AxisType.Explicit)):
+        exported(op, op.arguments(rng))
+
+
+def test_a_target_has_a_name() -> None:
+    with (
+        pytest.raises(TypeError, match="kind is None; accepted: a str"),
+        pallas_ops.target_gpu(None),  # type: ignore[arg-type]
+    ):
+        pass
 
 
 @pytest.mark.skipif(jax.__version__ == "0.10.2", reason="which asks for no name")

@@ -26,7 +26,7 @@ from tests.ops import (
     words,
 )
 from tests.shards import assert_sharded, place, run, summing
-from tests.support import assert_close, on_host, random_array, value_and_vjp
+from tests.support import assert_close, in_turn, on_host, random_array, value_and_vjp
 
 Rng = np.random.Generator
 
@@ -43,6 +43,20 @@ LAYOUTS = [
     (op, layout, None if i else "interpret") for op in OPS for i, layout in enumerate(layouts(op))
 ]
 WHOLE = [(op, {op.split[0]: "y", axis: "x"}) for op in OPS for axis in op.unsharded]
+
+
+@pytest.mark.parametrize(
+    ("op", "type_"), in_turn(OPS, [AxisType.Auto, AxisType.Explicit]), ids=words
+)
+def test_arrays_that_were_made_before_the_mesh(rng: Rng, op: TestedOp, type_: AxisType) -> None:
+    """On no device in particular; the program is on all of the mesh."""
+    xs = op.even_arguments(rng)
+    weights = random_weights(rng, op, xs)
+    want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
+    with jax.set_mesh(cpu_mesh(type_)):
+        out, got = value_and_vjp(compiled(op, None), xs, weights)
+    assert_close(out, want, terms=TERMS)
+    assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
 
 
 @pytest.mark.slow

@@ -99,6 +99,14 @@ def test_pages_out_of_range_are_the_nearest(rng: Rng, implementation: Any) -> No
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def test_a_pool_without_pages(rng: Rng) -> None:
+    """Serves rows without keys."""
+    xs, _, given = paged(rng, jnp.float32, TABLES[0])
+    xs = tuple(x if i in (0, 3) else x[:0] for i, x in enumerate(xs))
+    out, lse = both(None, **given | dict(lengths=jnp.zeros(2, jnp.int32)))(*xs)
+    assert_close((out, lse), (np.zeros_like(out), np.full_like(lse, -np.inf)))
+
+
 @pytest.mark.slow
 def test_pages_of_a_row_do_not_depend_on_the_batch(rng: Rng) -> None:
     xs, _, given = paged(rng, jnp.bfloat16, TABLES[1])

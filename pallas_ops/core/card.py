@@ -61,6 +61,8 @@ KNOWN = {
 }
 H200 = Card("NVIDIA H200", 90, 132, SHARED_MEMORY[90])
 SMALLEST = Card("an unknown NVIDIA GPU", 80, 56, min(SHARED_MEMORY.values()))
+# Stands for the smallest card where JAX asks which one it is; `num_cores` tells it from an A30.
+_UNKNOWN = AbstractDevice(device_kind="NVIDIA A30", num_cores=56, platform="gpu")
 
 
 def current() -> Card:
@@ -70,10 +72,11 @@ def current() -> Card:
     """
     if launch.is_interpreted():
         return H200
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    local = _local()
-    if abstract is not None and (local is None or abstract.device_kind != local.device_kind):
-        return named(abstract.device_kind)
+    meant, local = _meant(), _local()
+    if meant == _UNKNOWN:
+        return SMALLEST
+    if meant is not None and (local is None or meant.device_kind != local.device_kind):
+        return named(meant.device_kind)
     return SMALLEST if local is None else _of(local)
 
 
@@ -95,6 +98,22 @@ def is_here() -> bool:
     """Whether code is lowered for a GPU of this process."""
     local = _local()
     return local is not None and current() == _of(local)
+
+
+@contextlib.contextmanager
+def known() -> Iterator[None]:
+    """Inside, JAX finds a GPU to lower for: JAX 0.11.2 and later ask for one, present or named."""
+    if _meant() is not None or _local() is not None:
+        yield
+        return
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=_UNKNOWN)):
+        yield
+
+
+def _meant() -> AbstractDevice | None:
+    """The GPU of the mesh that code is lowered under."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return device if device is not None and device.platform == "gpu" else None
 
 
 def _local() -> Any:
@@ -139,7 +158,8 @@ def target_gpu(kind: str) -> Iterator[None]:
     Raises:
       ValueError: if this version of JAX does not know the kind.
     """
-    checks.instance("kind", kind, str)
+    if not isinstance(kind, str):
+        raise TypeError(f"{checks.shown('kind', kind)}; accepted: a str")
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         info = getattr(plgpu, "get_gpu_info", lambda: None)  # JAX 0.10.2 needs none

@@ -136,7 +136,7 @@ def number(name: str, value: Any, accepted: str) -> float:
 
 
 def scale(name: str, value: Any, dtype: Any) -> float | jax.Array | None:
-    """A number that is finite in `dtype`; or a floating scalar array, which may be traced.
+    """A number that is finite in `dtype`; or a real scalar array, which may be traced.
 
     The array comes back in `dtype`: a product of scales is not to be rounded to 16 bits.
     """
@@ -148,10 +148,10 @@ def scale(name: str, value: Any, dtype: Any) -> float | jax.Array | None:
         if not abs(factor) <= float(jnp.finfo(dtype).max):
             raise ValueError(f"{shown(name, value)}; accepted: {accepted}")
         return factor
-    real = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+    real = hasattr(value, "dtype") and jnp.isdtype(value.dtype, ("integral", "real floating"))
     if not real or value.shape != ():
         raise TypeError(
-            f"{shown(name, value)}; accepted: None, a real number, or a floating array of shape []"
+            f"{shown(name, value)}; accepted: None, a real number, or a real array of shape []"
         )
     return jnp.asarray(value).astype(dtype)
 
@@ -210,7 +210,7 @@ def instance(name: str, value: Any, cls: type) -> None:
 
 def shown(name: str, value: Any) -> str:
     """The beginning of a message: arrays by dtype and shape, whatever is long cut short."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    if hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic):
         return f"{name} is an array {value.dtype}[{', '.join(map(str, value.shape))}]"
     text = repr(value)
     return f"{name} is {text if len(text) <= SHOWN else text[: SHOWN - 3] + '...'}"

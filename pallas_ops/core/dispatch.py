@@ -192,7 +192,8 @@ def _rule(run: Run) -> Callable[..., Any]:
     def rule(ctx: mlir.LoweringRuleContext, *xs: Any, bound: Bound) -> Any:
         avals: Sequence[Any] = ctx.avals_in
         plain = [ShapedArray(a.shape, a.dtype) for a in avals]
-        return lower(ctx.replace(avals_in=plain), *xs, bound=bound)
+        with card.known():
+            return lower(ctx.replace(avals_in=plain), *xs, bound=bound)
 
     return rule
 

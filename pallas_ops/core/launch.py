@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.sharding import ManualAxisType
 
-from pallas_ops.core.backend import plgpu
+from pallas_ops.core.backend import NoKernelError, plgpu
 
 _INTERPRETED = contextvars.ContextVar("pallas_ops_interpreted", default=False)
 
@@ -57,7 +58,15 @@ def launch(
     """Runs `kernel` over `grid`, where every program sees whole arrays, if no specs are given.
 
     An absent operand's ref is None, and its spec is not used.
+
+    Raises:
+      NoKernelError: where the grid has more programs than CUDA counts.
     """
+    if math.prod(grid) >= 2**31:
+        raise NoKernelError(
+            f"{name} would be {math.prod(grid)} programs, and CUDA counts 2**31 - 1; accepted: "
+            "implementation=None or 'xla', which run jax.numpy"
+        )
     specs: dict[str, Any] = {}
     if in_specs is not None:
         present = zip(operands, in_specs, strict=True)

@@ -12,8 +12,11 @@ Axes = tuple[str, ...]
 
 
 def named(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
-    """The sharding in names of mesh axes; an axis that parts of one split has no entry."""
-    if sharding is None:
+    """The sharding in names of mesh axes; an array axis that part of one splits has no entry.
+
+    The mesh is empty for arrays of one device that were made before `jax.set_mesh`.
+    """
+    if sharding is None or mesh.empty:
         return None
     size = mesh.size  # a shape that any number of shards divides
     slices = sharding.devices_indices_map((size,) * ndim)

@@ -67,7 +67,9 @@ def _vmapped(bound: Bound, *, alone: bool = False) -> Run:
     def run(*xs: jax.Array) -> Any:
         if not alone and any(map(is_explicit, xs)):
             return _explicit(bound, xs)
-        return _bind(bound, *xs) if alone or _is_partly_manual() else _partitioned(bound)(*xs)
+        if alone or _is_partly_manual() or _is_all_explicit():
+            return _bind(bound, *xs)
+        return _partitioned(bound)(*xs)
 
     @run.def_vmap
     def _(_: int, batched: Sequence[bool], *xs: jax.Array) -> Any:
@@ -134,6 +136,14 @@ def _is_partly_manual() -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh()
     return bool(mesh.manual_axes) and AxisType.Auto in mesh.axis_types
+
+
+def _is_all_explicit() -> bool:
+    """Whether types say how arrays are sharded: those that say nothing are on every device.
+
+    Nothing is left for `custom_partitioning` then, and it would not lower.
+    """
+    return set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Explicit}
 
 
 @jax.tree_util.register_static

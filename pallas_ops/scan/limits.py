@@ -3,10 +3,8 @@
 import math
 from typing import Any
 
-import jax
-
-from pallas_ops.core.dispatch import Implementation, Run
-from pallas_ops.core.implementations import LONGEST, kernel_or_reference
+from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.implementations import kernel_or_reference
 
 
 def implementation_for(
@@ -23,13 +21,3 @@ def implementation_for(
     for dtype in dtypes:
         implementation = kernel_or_reference(implementation, dtype, sizes)
     return implementation
-
-
-def unless_too_many_rows(kernel: Run, reference: Run) -> Run:
-    """`kernel`, or `reference` where `jax.vmap` has made more rows than a kernel counts."""
-
-    def run(x: jax.Array, *others: Any, params: Any) -> Any:
-        fits = math.prod(x.shape[: params.axis]) <= LONGEST
-        return (kernel if fits else reference)(x, *others, params=params)
-
-    return run

@@ -13,6 +13,9 @@ import math
 
 from jax.experimental import pallas as pl
 
+from pallas_ops.core.backend import NoKernelError
+from pallas_ops.core.implementations import LONGEST
+
 MOST_RANGES = 2**30  # that one axis of the grid counts
 MAX_VECTOR = 16  # bytes that a lane loads at once
 
@@ -32,6 +35,11 @@ class Sizes:
     def of(cls, shape: tuple[int, ...], axis: int, itemsize: int) -> "Sizes":
         """One range: the whole axis."""
         b, n, c = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+        if b > LONGEST:  # with the rows that `jax.vmap` has added
+            raise NoKernelError(
+                f"{b} rows, of which kernels count {LONGEST}; accepted: implementation=None or "
+                "'xla', which run jax.numpy"
+            )
         return cls(b=b, n=n, c=c, size=n, count=1, itemsize=itemsize)
 
     def split(self, count: int, multiple_of: int) -> "Sizes":

@@ -16,7 +16,6 @@ from pallas_ops.core.partition import TypeOf, call, reshard_like
 from pallas_ops.core.shards import Names
 from pallas_ops.ops.chunk_cumsum_decay import kernel, reference, shards
 from pallas_ops.ops.chunk_cumsum_decay.config import Params
-from pallas_ops.scan.limits import unless_too_many_rows
 from pallas_ops.scan.view import names
 
 
@@ -26,7 +25,7 @@ def op(name: str, before: int, after: int) -> Op:
     full = names(before, after, "n")
     return Op(
         name=name,
-        kernel=unless_too_many_rows(kernel.accumulate, reference.accumulate),
+        kernel=kernel.accumulate,
         reference=reference.accumulate,
         operands=(full, "s", names(before, after)),
         results=(full,),

@@ -20,7 +20,6 @@ from pallas_ops.core.shards import Names, checked, is_replicated, order
 from pallas_ops.ops.logcumsumexp import kernel, kernel_backward, reference
 from pallas_ops.ops.logcumsumexp.config import Params
 from pallas_ops.ops.logcumsumexp.shards import Shard
-from pallas_ops.scan.limits import unless_too_many_rows
 from pallas_ops.scan.view import names
 
 RESIDUALS = "pallas_ops.logcumsumexp"
@@ -40,11 +39,10 @@ def op(name: str, before: int, after: int) -> Op:
         backward=((full, full, column, *saved), (full, column), Shard.backward_from_shards),
     )[name]
     kernels = kernel_backward if name.startswith("backward") else kernel
-    in_numpy = getattr(reference, name)
     return Op(
         name="logcumsumexp" if name in ("forward", "saving") else f"logcumsumexp_{name}",
-        kernel=unless_too_many_rows(getattr(kernels, name), in_numpy),
-        reference=in_numpy,
+        kernel=getattr(kernels, name),
+        reference=getattr(reference, name),
         operands=operands,
         results=results,
         unsharded=("m",) if of_shard else ("n", "m"),

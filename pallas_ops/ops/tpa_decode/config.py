@@ -173,14 +173,15 @@ class Sizes:
     def gathers(self, block_h: int, *, backward: bool = False) -> bool:
         """Whether the head factors of a block of keys are loaded in one piece (`heads._gather`).
 
-        That is the faster way forward for 33 to 64 heads, and for fewer of two ranks whose banks
-        of shared memory can differ (`Keys._spread`); and everywhere for an odd number of heads, of
-        which no asynchronous copy of a row could begin at an even place.
+        That is the faster way forward for 33 to 64 heads, and for fewer of two ranks in bfloat16
+        whose rows can meet different banks (`Keys._spread`); and everywhere for an odd number of
+        heads, whose rows begin at odd places of two bytes, where asynchronous copies take four.
         """
         is_odd = self.h % 2 == 1
-        are_apart = self.most_ranks == 2 and self.h % 16 > 0 and self.pages is None
-        has_few_heads = self.h < 32 and are_apart and self.has_few_features
-        is_better = is_odd or (not backward and (has_few_heads or 32 < self.h <= 64))
+        meet_no_bank_twice = self.most_ranks == 2 and self.h % 16 > 0
+        is_small = self.h < 32 and self.has_few_features and self.dtype == "bfloat16"
+        forward = 32 < self.h <= 64 or (is_small and meet_no_bank_twice and self.pages is None)
+        is_better = is_odd or (forward and not backward)
         keys = self.m if self.pages is None else self.pages[0] * self.pages[1]
         is_short = keys * max(self.rk, self.rv) * self.h < 2**31  # places are int32
         has_all = block_h >= self.h and self.dtype != "float32"

@@ -38,12 +38,14 @@ class Keys:
         first: jax.Array | int = 0,
         table_ref: Ref | None = None,
         pages: list[jax.Array] | None = None,
+        *,
+        all_count: bool = False,
     ) -> None:
         self.plan, self.stop, self.table_ref, self.pages = plan, stop, table_ref, pages
         self.first = None if isinstance(first, int) and first == 0 else first
         self.begin = step * plan.c.block_m
-        has_end = not isinstance(stop, int) or stop % plan.c.block_m != 0
-        self.all_count = self.first is None and not has_end
+        whole = isinstance(stop, int) and stop % plan.c.block_m == 0 and self.first is None
+        self.all_count = all_count or whole
         # Masks are the faster ones where two tiles load of one contiguous cache, by 10 %.
         self.masked = plan.backward or (len(plan.tiles) > 1 and table_ref is None)
         self.index = self.begin + self._spread(span(plan.c.block_m))

@@ -84,6 +84,7 @@ def from_pages(o: Operands) -> Operands:
         spec = PartitionSpec(sharding.spec[0], None, None, *pool.spec[2:])
         to = NamedSharding(pool.mesh, spec) if is_explicit(x) else None
         # The gradients of a page that many rows share add up in float32.
+        x = x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype)  # a pool of no pages
         full = x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
         rows = full.at[table].get(mode="clip", out_sharding=to).astype(x.dtype)
         return rows.reshape(len(table), o.m, *x.shape[2:])
