@@ -14,8 +14,8 @@ Operand = jax.Array | float
 LOG2E = math.log2(math.e)
 
 
-def settled(x: jax.Array) -> jax.Array:
-    """x of 32 bits, unchanged, computed where this stands.
+def pinned(x: jax.Array) -> jax.Array:
+    """x of 32 bits, by way of an instruction that neither Triton nor LLVM moves.
 
     Without it Triton may move the read of a pipelined load into the only branch of a `lax.cond`
     that uses it. There the next load may have overwritten the buffer. LLVM, for its part, computes

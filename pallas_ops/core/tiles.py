@@ -31,7 +31,7 @@ def span(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)
 
 
-def both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+def and_masks(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     """a & b, where None is true everywhere."""
     return a if b is None else b if a is None else a & b
 

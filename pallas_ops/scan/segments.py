@@ -21,7 +21,7 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.checks import MAX_WARPS
 from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, both, power_of_two, span
+from pallas_ops.core.tiles import Ref, and_masks, power_of_two, span
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.scan.tile import Ranges
 from pallas_ops.scan.view import Sizes
@@ -55,7 +55,7 @@ def _added_up(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool) -> Pair:
     at = jnp.broadcast_arrays(row[..., None], column[..., None], span(power_of_two(count)))
     number, own = at[2], own[..., None]
     before = (number > own) & (number < count) if reverse else number < own
-    mask = both(before, None if there is None else there[..., None])
+    mask = and_masks(before, None if there is None else there[..., None])
     p, w = (
         plgpu.load(ref.at[tuple(at)], mask=mask, other=other)
         for ref, other in ((p_ref, LOWEST), (w_ref, 0.0))

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core import launch
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, both, span, stack, unstack
+from pallas_ops.core.tiles import Ref, and_masks, span, stack, unstack
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.scan.view import View
 
@@ -26,6 +26,7 @@ class Ranges:
 
     def __init__(self, view: View) -> None:
         self.view, s = view, view.s
+        # Ranges of all rows are counted through, and fill the programs up.
         slot = (pl.program_id(1) * view.num_ranges + span(view.num_ranges))[:, None]
         count = jnp.full_like(slot, s.count)
         self.number = lax.rem(slot, count)
@@ -74,8 +75,8 @@ class Ranges:
             row, column = per_range(row), per_range(column)
             inside = None if inside is None else per_range(inside)
         else:
-            mask = both(mask, self.there)
-        mask = both(mask, inside)
+            mask = and_masks(mask, self.there)
+        mask = and_masks(mask, inside)
         shape = jnp.broadcast_shapes(position.shape, row.shape, column.shape)
         if mask is not None:
             mask = jnp.broadcast_to(mask, shape)

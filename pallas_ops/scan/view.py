@@ -80,7 +80,8 @@ class View:
     def mirrored(self) -> bool:
         """Whether tiles lie as in memory and are scanned from their end: for a reversed last axis.
 
-        Elsewhere reversal is in the index; there it would make loads of 16 bytes single numbers'.
+        Elsewhere reversal is in the index. Along a last axis that would break loads of 16 bytes up
+        into single numbers.
         """
         return self.reverse and self.s.c == 1
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, both
+from pallas_ops.core.tiles import Ref, and_masks
 from pallas_ops.ops.chunk_cumsum_decay.config import Plan
 from pallas_ops.ops.chunk_cumsum_decay.reference import among
 from pallas_ops.scan.tile import Ranges, Tile, per_range
@@ -82,17 +82,17 @@ class Chunks(Ranges):
     def load_tile(self, tile: Tile, ref: Ref) -> jax.Array:
         """What is summed."""
         position = tile.position
-        mask = both(tile.mask, None if self.live is None else per_range(self.live))
+        mask = and_masks(tile.mask, None if self.live is None else per_range(self.live))
         if self.shifts_x and not self.exclusive:
             position = position - self.step
-            mask = both(mask, self._may_cross(position, -self.step))
+            mask = and_masks(mask, self._may_cross(position, -self.step))
         return self._scaled(self.load(ref, position, mask))
 
     def store_tile(self, tile: Tile, ref: Ref, y: jax.Array) -> None:
         position, mask = tile.position, tile.mask
         if self.params.shift_result:
             position = position + self.step
-            mask = both(mask, self._may_cross(position, self.step))
+            mask = and_masks(mask, self._may_cross(position, self.step))
         self.store(ref, position, y, mask)
 
     def load_edges(self, ref: Ref) -> jax.Array | None:
@@ -100,7 +100,7 @@ class Chunks(Ranges):
         if not self.exclusive or self.params.shift == "chunk":
             return None
         position, mask = self._edge()
-        return self._scaled(self.load(ref, position, both(mask, self.live)))
+        return self._scaled(self.load(ref, position, and_masks(mask, self.live)))
 
     def store_edges(self, ref: Ref) -> None:
         """The zeros with which a shift of the result begins a sequence."""

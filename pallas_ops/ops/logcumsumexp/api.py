@@ -48,7 +48,7 @@ def logcumsumexp(
       x: bfloat16, float16, float32 (float64 runs the reference), of any rank but 0.
       axis: the axis of the running sums; none is transposed or copied for it.
       reverse: sum from the end.
-      initial_state: real, broadcastable to x's shape with length 1 on `axis`; default: -inf.
+      initial_state: floating, broadcastable to x's shape with length 1 on `axis`; default: -inf.
       clip: clamps x and the state to [-clip, clip] first, with gradient 0 outside. A number >= 0.
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which `axis` is sharded, in order: the sums are those of the whole sequence, whose initial

@@ -29,9 +29,9 @@ class LogcumsumexpConfig:
     twice: first for the totals of all segments. The variant `parallel` (xopes' ptr) has one pivot
     for a tile; where a tile's range is too large for that, it scans states instead, `block_exact`
     positions at a time. The variant `recurrence` (rtr) does so everywhere, with every column in a
-    lane of its own. A lane's steps through a tile are added one by one, which may take 2**-24 from
-    a result each: with more than 32 of them results are exact to that only. For the backward pass
-    the forward pass saves a pair of float32 for every `block_n` positions.
+    lane of its own. A lane adds up its positions of a tile one by one, with a rounding error of at
+    most 2**-24 of the sum each: more than 32 of them are less exact than the default. For the
+    backward pass the forward pass saves a pair of float32 for every `block_n` positions.
     """
 
     variant: Literal["parallel", "recurrence"] = "parallel"

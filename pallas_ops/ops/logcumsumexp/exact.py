@@ -54,7 +54,10 @@ def range_too_large(x: jax.Array, state: State, pivot: jax.Array) -> jax.Array:
 
 
 def any_of(x: jax.Array) -> jax.Array:
-    """Reduced over 32 copies as well: then the compiler knows that all lanes of a warp agree."""
+    """Whether any is true.
+
+    Reduced over 32 copies as well: so the compiler sees that a warp's lanes take one branch.
+    """
     return jnp.broadcast_to(jnp.where(x, 1, 0).max(), (32,)).max() > 0
 
 

@@ -161,7 +161,8 @@ def _tile(ranges: Segments, first: Any, state: State, grad: State, refs: Refs) -
         if dx_ref is None:
             whole = sum_of(share)
         else:
-            # The gradient itself, but not ahead of all sums: the order with the fewest registers.
+            # No total is below 0. To compare it keeps this scan behind the one of the sums, which
+            # takes the fewest registers.
             tail = jnp.where(total < 0, 0.0, grad.total)
             grads, whole = running_sums(share, tail, reverse=not mirrored)
             ranges.store_dx(tile, dx_ref, x_ref, e * grads)

@@ -47,9 +47,9 @@ class Shard:
         They take the places of the tiles' states, if there are enough; else the first one does.
         """
         own, axis = self.run("totals", x), self.params.axis
-        start = _settled(_start(own, *given))
-        states = start, _settled(self._exchanged(own, start))
-        out, final, *_ = self._scan("saving", x, *_settled(states))
+        start = _barrier(_start(own, *given))
+        states = start, _barrier(self._exchanged(own, start))
+        out, final, *_ = self._scan("saving", x, *_barrier(states))
         slots = 1 - (-x.shape[axis] * self.count // self.params.block_n)
 
         def in_slots(start: jax.Array, others: jax.Array) -> jax.Array:
@@ -71,8 +71,8 @@ class Shard:
             every_p, every_t = (jnp.moveaxis(y, axis, 0) for y in others)
         else:
             own = self.run("totals", x)
-            every_p, every_t = _settled(self._exchanged(own, (p, t)))
-        states = _settled(((p, t), (every_p, every_t)))
+            every_p, every_t = _barrier(self._exchanged(own, (p, t)))
+        states = _barrier(((p, t), (every_p, every_t)))
         _, _, *tiles = self._scan("saving", x, *states)
         return self.backward(x, do, dfinal, *tiles)
 
@@ -126,7 +126,7 @@ def _start(own: Pair, initial: jax.Array | None, total: jax.Array | None) -> Pai
     return pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
 
 
-def _settled(states: Any) -> Any:
+def _barrier(states: Any) -> Any:
     """The states as they are, from which both passes under `jax.jit` go on.
 
     Without the barriers XLA would simplify what follows together with what comes before, which is

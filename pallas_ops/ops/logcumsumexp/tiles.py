@@ -139,7 +139,7 @@ class Segments(Ranges):
         if self.view.s.n % self.view.s.size:
             tile = jnp.minimum(tile, self.plan.num_tiles)
         p, s = (self.load(ref, tile) for ref in refs)
-        return (fastmath.settled(p), fastmath.settled(s)) if self.c.num_stages > 1 else (p, s)
+        return (fastmath.pinned(p), fastmath.pinned(s)) if self.c.num_stages > 1 else (p, s)
 
     def loop(self, step: Callable[[Any, State], State], state: State) -> State:
         """`step` of each tile of a segment."""

@@ -109,5 +109,5 @@ def _backward(params: Params, saved, cotangents):  # type: ignore[no-untyped-def
     return reshard_like(dx, x), None if initial is None else reshard_like(dinitial, initial)
 
 
-# With symbolic zeros, who uses the output alone pays for no gradient of the final state.
+# Symbolic zeros tell where the final state has no cotangent: then its gradient is not computed.
 accumulate.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -93,7 +93,7 @@ def gradients(o: Operands, *, p: Params, with_x: bool = True) -> tuple[jax.Array
         walk_tiles=STORING_WALK_TILES,
     )
     out = [_rows_struct(plan, o.dout.dtype)] * with_x + [_feature_struct(plan, plan.parts)]
-    body = partial(kernel_walk.backward, moves=(with_x, True))
+    body = partial(kernel_walk.backward, wanted=(with_x, True))
     name = "_gradients" if with_x else "_theta"
     *dx, sums = _run(body, plan, o, out, name)
 

@@ -115,33 +115,33 @@ def forward(refs: Operands, out_ref: Ref, *softmax_refs: Ref, plan: Plan) -> Non
 
 
 def backward(
-    refs: Operands, *out_refs: Ref, plan: Plan, moves: tuple[bool, bool] = (True, False)
+    refs: Operands, *out_refs: Ref, plan: Plan, wanted: tuple[bool, bool] = (True, False)
 ) -> None:
-    """`out_refs` are, as `moves` asks, dx [B, rows, D] and sums for theta [parts, B, H, D]."""
+    """`out_refs` are, as `wanted` asks, dx [B, rows, D] and sums for theta [parts, B, H, D]."""
     walk = Walk(plan, refs)
-    x_moves, theta_moves = moves
+    wants_dx, wants_dtheta = wanted
     angles, softmax = walk.angles(), walk.given()
-    if x_moves and plan.p.over_sequence and refs.mean is None:
+    if wants_dx and plan.p.over_sequence and refs.mean is None:
         softmax = softmax._replace(mean=walk.mean(angles, softmax))
 
     def load(tile: Tile) -> tuple[Any, ...]:
         x = None if refs.x is None else tile.load_x(refs.x)
-        position = angles.position(tile) if theta_moves else None
+        position = angles.position(tile) if wants_dtheta else None
         return x, tile.load(refs.dout, 0), tile.load(refs.dout, 1), position
 
     def step(tiles: list[Tile], total: jax.Array) -> jax.Array:
         for tile, (x, dcos, dsin, position) in [(tile, load(tile)) for tile in tiles]:
             sin, cos = angles.sincos(tile, position)
-            if x_moves:
+            if wants_dx:
                 da = multiply_add(dcos, cos, dsin * sin)
                 tile.store(out_refs[0], pull(plan.p.act, x, da, softmax))
-            if theta_moves:
+            if wants_dtheta:
                 slope = multiply_add(dsin, cos, -dcos * sin) * activate(plan.p.act, x, softmax)
                 total = multiply_add(position, tile.masked(slope), total)
         return total
 
     total = walk.fold(step, walk.zeros)
-    if theta_moves:
+    if wants_dtheta:
         walk.store(out_refs[-1], total.sum(axis=0, keepdims=True), walk.part)
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, both, span
+from pallas_ops.core.tiles import Ref, and_masks, span
 from pallas_ops.ops.lrpe_cosine import angles
 from pallas_ops.ops.lrpe_cosine.config import Operands, Plan, Softmax
 
@@ -35,7 +35,7 @@ class Tile:
         self.feature = features(plan, block_d)
         self.shape = (plan.c.block_n, plan.c.block_d)
         within = self.feature < plan.s.d if plan.s.d % plan.c.block_d else None
-        mask = both(None if inside is None else inside[:, None], within)
+        mask = and_masks(None if inside is None else inside[:, None], within)
         self.mask = None if mask is None else jnp.broadcast_to(mask, self.shape)
 
     @classmethod
@@ -156,7 +156,7 @@ class Angles:
         if last > width:
             column = lax.rem(column, jnp.int32(width))
         if heads > 1:
-            within = both(within, tile.mask)
+            within = and_masks(within, tile.mask)
         return load_at(self.refs.theta, (tile.head if heads > 1 else 0, column), within)
 
     def position(self, tile: Tile) -> jax.Array:

@@ -109,35 +109,35 @@ rotate = jax.custom_vjp(evaluate, nondiff_argnums=(0,))
 
 def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
     operands: list[Any] = [None if y is None else y.value for y in primals]
-    moves = [y is not None and y.perturbed for y in primals]  # which operands need a gradient
-    (x, *where), (x_moves, theta_moves, _, positions_move) = operands, moves
+    wanted = [y is not None and y.perturbed for y in primals]  # which operands need a gradient
+    (x, *where), (wants_dx, wants_dtheta, _, wants_dpositions) = operands, wanted
     out, *saved = _run(p, "saving", Operands(x, None, *where))
     named = [checkpoint_name(y, RESIDUALS) for y in saved]
     softmax = named[:2] if p.over_sequence else [None, None]  # pivot and share
     cached = named[-1] if p.caches_angles else None
-    needs_x = (p.act != "none" and x_moves) or theta_moves or positions_move
+    needs_x = (p.act != "none" and wants_dx) or wants_dtheta or wants_dpositions
     kept = x if needs_x else jnp.zeros(0, x.dtype)
-    # The shape of a residual records which operands move. The tree of the residuals must not depend
-    # on them: JAX traces this rule once per set of moving operands, and keeps only the last tree.
-    moving = jnp.zeros((0, *map(int, moves)))
-    return out, (TypeOf(jax.typeof(x).sharding), kept, where, cached, softmax, moving)
+    # The shape of a residual records which gradients are wanted. The tree of the residuals must not
+    # depend on that: JAX traces this rule once for each such set, and keeps only the last tree.
+    wanted_shape = jnp.zeros((0, *map(int, wanted)))
+    return out, (TypeOf(jax.typeof(x).sharding), kept, where, cached, softmax, wanted_shape)
 
 
 def _backward(p: Params, saved: Any, dout: Any):  # type: ignore[no-untyped-def]
-    of_x, x, where, cached, (pivot, share), moving = saved
-    x_moves, theta_moves, _, positions_move = moving.shape[1:]
+    of_x, x, where, cached, (pivot, share), wanted_shape = saved
+    wants_dx, wants_dtheta, _, wants_dpositions = wanted_shape.shape[1:]
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
     o = Operands(x, dout, *where)._replace(pivot=pivot, share=share)
     dx = dtheta = dpositions = None
-    if x_moves and theta_moves and p.config is None:
+    if wants_dx and wants_dtheta and p.config is None:
         dx, dtheta = _run(p, "gradients", o)
-    elif x_moves:
+    elif wants_dx:
         activated = None if p.act == "none" else x
         (dx,) = _run(p, "backward", o._replace(x=activated, cached=cached))
-    if theta_moves and dtheta is None:
+    if wants_dtheta and dtheta is None:
         (dtheta,) = _run(p, "theta", o)
-    if positions_move:
+    if wants_dpositions:
         in_numpy = dataclasses.replace(p, implementation="xla")
         out, pull = jax.vjp(partial(evaluate, in_numpy, x, *where[:2]), where[2])
         (dpositions,) = pull(reshard_like(dout, out))

@@ -11,7 +11,7 @@ from pallas_ops.ops.tpa_decode.shared_memory import backward_bytes, forward_byte
 
 
 def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeConfig:
-    """The forward launch: every SM one stream of keys, as many bytes in flight as fit.
+    """The forward launch: a program or more for each multiprocessor, with all of its memory in use.
 
     Raises:
       NoKernelError: where not even one block of 16 keys fits.

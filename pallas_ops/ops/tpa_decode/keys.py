@@ -80,7 +80,7 @@ class Keys:
         return seen if window is None else seen & (key >= last - window)
 
     def _spread(self, place: jax.Array) -> jax.Array:
-        """Which key of the block is at each place of a tile: those that a gather likes best.
+        """Which key of the block is at each place of a tile: an order without bank conflicts.
 
         A warp reads a tile as the tensor cores hold it: at a time eight heads (4 banks of shared
         memory) of four keys, or of four pairs of entries. The numbers of keys `step` apart are an

@@ -81,17 +81,17 @@ def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
             parts.append(of_keys(q, o, slice(0, o.m - n)))
         out, lse = _merged(parts)
         return out.astype(p.out_dtype), lse
-    # The last N keys begin at token `start`; the first `unseeing` queries come before all keys.
-    start, unseeing = jnp.maximum(o.lengths - n, 0), jnp.maximum(n - o.lengths, 0)
+    # The last N keys begin at token `start`; the first `num_blind` queries see no key.
+    start, num_blind = jnp.maximum(o.lengths - n, 0), jnp.maximum(n - o.lengths, 0)
     query = jnp.arange(n, dtype=jnp.int32)[None, :]
     place = jnp.minimum(start[:, None] + query, o.m - 1)
     last = o.with_cache(lambda x: jnp.take_along_axis(x, place[..., None, None], axis=1))
     count = jnp.clip(o.m - start, 0, jnp.minimum(n, jnp.maximum(o.lengths, 0)))
-    q = _rolled(q, unseeing)
+    q = _rolled(q, num_blind)
     of_last = of_keys(q, last, slice(0, n), count, is_causal=True)
     parts = [of_last, of_keys(q, o, slice(0, o.m), jnp.minimum(start, o.m))]
-    out, lse = (_rolled(x, -unseeing) for x in _merged(parts))
-    sees = (query >= unseeing[:, None])[..., None]
+    out, lse = (_rolled(x, -num_blind) for x in _merged(parts))
+    sees = (query >= num_blind[:, None])[..., None]
     out = jnp.where(sees[..., None], out, 0.0)
     return out.astype(p.out_dtype), jnp.where(sees, lse, -jnp.inf)
 
