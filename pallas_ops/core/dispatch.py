@@ -10,6 +10,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import jax
@@ -181,8 +182,10 @@ def _lower_elsewhere(*xs: jax.Array, bound: Bound) -> tuple[jax.Array, ...]:
     return bound.reference(*xs)
 
 
-def _rule(run: Run) -> Callable[..., Any]:
-    """Lowers `run` on arrays of plain types.
+def _rule(
+    run: Run, context: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Callable[..., Any]:
+    """Lowers `run` on arrays of plain types, in a context.
 
     What is lowered does not say what varies over which mesh axes (`jax.shard_map`): the interpreter
     of kernels mixes varying blocks with constants, which JAX would refuse.
@@ -192,11 +195,11 @@ def _rule(run: Run) -> Callable[..., Any]:
     def rule(ctx: mlir.LoweringRuleContext, *xs: Any, bound: Bound) -> Any:
         avals: Sequence[Any] = ctx.avals_in
         plain = [ShapedArray(a.shape, a.dtype) for a in avals]
-        with card.known():
+        with context():
             return lower(ctx.replace(avals_in=plain), *xs, bound=bound)
 
     return rule
 
 
 mlir.register_lowering(dispatch_p, _rule(_lower_elsewhere))
-mlir.register_lowering(dispatch_p, _rule(_lower_for_cuda), platform="cuda")
+mlir.register_lowering(dispatch_p, _rule(_lower_for_cuda, card.known), platform="cuda")
