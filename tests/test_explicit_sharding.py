@@ -164,3 +164,25 @@ def test_gradient_of_what_is_not_saved_is_sharded_like_it(rng: Rng) -> None:
         got = jax.jit(jax.grad(partial(loss, "interpret")))(x)
     assert_close(got, want)
     assert_sharded((got,), ("b n h d",), mesh, layout)
+
+
+@pytest.mark.parametrize(("op", "type_"), in_turn(OPS, [AxisType.Explicit, AxisType.Auto]))
+def test_export_over_a_mesh(rng: Rng, op: TestedOp, type_: AxisType) -> None:
+    """Of explicit axes as it is, of automatic ones in a `jax.shard_map`; and back."""
+    mesh, layout = cpu_mesh(type_), {op.split[0]: ("x", "y")}
+    xs = op.even_arguments(rng)
+    want = compiled(op, "xla")(*xs)
+    with jax.set_mesh(mesh):
+        xs = place(mesh, xs, op.operands, layout)
+        fn = op.fn
+        if type_ == AxisType.Auto:
+            of_operands, of_results = (specs(axes, layout) for axes in (op.operands, op.results))
+            fn = jax.shard_map(fn, in_specs=of_operands, out_specs=of_results)
+        exported = jax.export.export(
+            jax.jit(fn),
+            platforms=("cpu", "cuda"),
+            disabled_checks=pallas_ops.DISABLE_JAX_EXPORT_CHECKS,
+        )(*xs)
+        assert f"pallas_ops_{op.name}".encode() in exported.mlir_module_serialized
+        loaded = jax.export.deserialize(exported.serialize())
+        assert_close(jax.jit(loaded.call)(*xs), want, terms=TERMS)
