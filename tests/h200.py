@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import importlib
 import math
 import os
 import pathlib
@@ -34,6 +35,12 @@ REQUIRED = "PALLAS_OPS_REQUIRE_COMPILE"  # "1": a missing compiler is a failure,
 # MLIR looks for bindings of Triton's dialect at each value of a kernel, and never finds any: up to
 # a third of what lowering takes.
 sys.modules.setdefault("jaxlib.mlir.dialects.tt", types.ModuleType("jaxlib.mlir.dialects.tt"))
+
+if jax.__version__.startswith("0.10."):
+    # To make one takes 4 ms, for each program; later versions use one for ten programs.
+    mlir: Any = importlib.import_module("jax._src.interpreters.mlir")
+    util: Any = importlib.import_module("jax._src.util")
+    mlir.make_ir_context = util.cache(trace_context_in_key=False)(mlir.make_ir_context)
 
 _CARD = contextvars.ContextVar("card", default=card.H200)
 # A GpuTargetConfigProto as text; OpenXLA keeps others in xla/backends/gpu/target_config/specs.
