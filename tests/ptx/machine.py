@@ -180,7 +180,7 @@ class Machine:
             bits = self._other(operand, dtype)
         if bits.itemsize > dtype.itemsize:  # the low bits of a wider register
             bits = bits.astype(RAW[dtype.itemsize])
-        if bits.itemsize < dtype.itemsize or (bits.dtype == bool) != (kind == "pred"):
+        if bits.itemsize < dtype.itemsize or (bits.dtype.kind == "b") != (kind == "pred"):
             raise MachineError(f"{operand} is no {kind}")
         return bits.view(dtype)
 
@@ -188,7 +188,7 @@ class Machine:
         """Sets a register, for the threads that take part."""
         if operand.startswith("{"):
             return self._write_halves(vector(operand), value)
-        if value.dtype != np.bool_:
+        if value.dtype.kind not in "ub":
             value = value.view(RAW[value.itemsize])
         if self.guard is not None:
             before = self.group.registers.get(operand, np.full((1, 1), -1).astype(value.dtype))

@@ -16,7 +16,7 @@ class Instruction:
     def words(self) -> tuple[str, ...]:
         return tuple(self.opcode.split("."))
 
-    @property
+    @functools.cached_property
     def type(self) -> str:
         return self.words[-1]
 

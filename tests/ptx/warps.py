@@ -1,5 +1,7 @@
 """What the threads of a warp do together, and barriers."""
 
+import functools
+
 import numpy as np
 
 from tests.ptx.machine import Machine, instruction
@@ -26,13 +28,23 @@ def shuffle(m: Machine, i: Instruction) -> None:
     mode, limits = i.words[2], i.operands[3:]
     if limits != ("0" if mode == "up" else "31", "-1"):
         raise MachineError(f"no such shuffle here: {i.opcode} {limits}")
-    by = m.read(i.operands[2], "b32").astype(np.int64) & 31
-    lane = m.threads % np.int64(32)
+    x, by = m.full(m.read(i.operands[1], "b32")), m.read(i.operands[2], "b32")
+    if by.size == 1:
+        m.write(i.operands[0], x.take(_source_of_all(mode, int(by[0, 0]), x.shape[1]), axis=1))
+    else:
+        m.write(i.operands[0], np.take_along_axis(x, m.full(_source(mode, by, m.threads)), axis=1))
+
+
+def _source(mode: str, by: Array, threads: Array) -> Array:
+    """The thread that each thread reads."""
+    by, lane = by.astype(np.int64) & 31, threads % np.int64(32)
     source = {"up": lane - by, "bfly": lane ^ by, "idx": by}[mode]
-    source = m.threads - lane + np.where(source < 0, lane, source)
-    x = m.full(m.read(i.operands[1], "b32"))
-    alike = len(source) == 1
-    m.write(i.operands[0], x[:, source[0]] if alike else np.take_along_axis(x, source, axis=1))
+    return threads - lane + np.where(source < 0, lane, source)
+
+
+@functools.cache
+def _source_of_all(mode: str, by: int, num_threads: int) -> Array:
+    return _source(mode, np.array([by]), np.arange(num_threads))
 
 
 @instruction(r"redux\.sync\.max\.s32")
