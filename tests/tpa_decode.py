@@ -112,6 +112,13 @@ def loop_gradients(
     return tuple(g if g is None else g.reshape(x.shape) for g, x in zip(grads, xs, strict=True))
 
 
+def poisoned_with(bad: float, x: jax.Array, gone: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    """A factor with a number in place of the keys, [batch, keys], that are gone."""
+    poisoned = np.array(x)
+    poisoned[gone] = bad
+    return poisoned
+
+
 def both(implementation: Any = None, **kwargs: Any) -> Callable[..., Any]:
     """Output and log-sum-exp, compiled."""
     return jax.jit(partial(pallas_ops.tpa_decode_with_lse, implementation=implementation, **kwargs))
@@ -128,14 +135,16 @@ def pulled(implementation: Any, window: int | None = None) -> Callable[..., Any]
     return jax.jit(run)
 
 
+_quantised = jax.jit(pallas_ops.quantize_tpa_factors, static_argnums=2)
+
+
 def quantised(xs: Any, dtype8: Any) -> tuple[Any, ...]:
     """Factors, keys' and values' features in eight bits."""
     aq, ak, av, bq, bk, bv = xs
-    ak, bk = pallas_ops.quantize_tpa_factors(ak, bk, dtype8)
-    av, bv = pallas_ops.quantize_tpa_factors(av, bv, dtype8)
+    (ak, bk), (av, bv) = (_quantised(a, b, dtype8) for a, b in ((ak, bk), (av, bv)))
     return aq, ak, av, bq, bk, bv
 
 
 def widened(xs: Any) -> tuple[Any, ...]:
     """The same numbers in the dtype of the others."""
-    return (*xs[:4], *(x.astype(xs[1].dtype) for x in xs[4:]))
+    return (*xs[:4], *(np.asarray(x).astype(xs[1].dtype) for x in xs[4:]))
