@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_ops
 from tests import h200, shards
 from tests.ops import cpu_mesh
-from tests.support import random_array
+from tests.support import in_turn, random_array
 
 Rng = np.random.Generator
 
@@ -122,6 +122,22 @@ def test_append_stays_sharded(rng: Rng, paged: bool, kind: AxisType) -> None:
     got = compiled(*xs)
     np.testing.assert_array_equal(got, appended(cache, new, lengths, *map(np.asarray, tables)))
     assert got.sharding.is_equivalent_to(xs[0].sharding, 3)
+
+
+SPLIT = [P("x"), P(None, "x"), P("y", "x", None), P(None, ("x", "y")), P(None, None, "y")]
+
+
+@pytest.mark.parametrize("lengths", [3, [0, 2, 5, 7], [-1, 1, 3, 6]])
+@pytest.mark.parametrize(("spec", "kind"), in_turn(SPLIT, [AxisType.Explicit, AxisType.Auto]))
+def test_append_of_tokens_on_every_device(rng: Rng, spec: P, kind: AxisType, lengths: Any) -> None:
+    """To a cache that is split along its rows or its tokens: some lie across two devices."""
+    cache, new = random_array(rng, (4, 8, 8)), random_array(rng, (4, 3, 8))
+    want = appended(cache, new, np.broadcast_to(lengths, 4))
+    with jax.set_mesh(mesh := cpu_mesh(kind)):
+        cache = jax.device_put(cache, NamedSharding(mesh, spec))
+        got = pallas_ops.tpa_append(cache, new, lengths)
+    np.testing.assert_array_equal(got, want)
+    assert kind == AxisType.Auto or got.sharding.is_equivalent_to(cache.sharding, 3)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """The cache of tpa_decode: new tokens written into it, and feature factors in eight bits."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_ops.core import checks
@@ -65,12 +69,14 @@ def tpa_append(
             raise TypeError(
                 f"new{name}.dtype is '{tokens.dtype}'; accepted: that of the cache, {old.dtype}"
             )
-        return _append(old, tokens, lengths, table)
+        result: jax.Array = _append(old, tokens, lengths, table)
+        return result
 
     written: Tree = jax.tree.map_with_path(write, cache, new)
     return written
 
 
+@partial(jax.jit, inline=True)
 def _append(
     old: jax.Array, tokens: jax.Array, lengths: jax.Array, table: jax.Array | None
 ) -> jax.Array:
@@ -81,16 +87,39 @@ def _append(
     begin = jnp.broadcast_to(jnp.where(lengths < 0, m, begin), (b,))
     place = begin[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
     if table is None:
-
-        def write(row: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
-            return row.at[place].set(tokens, mode="drop", unique_indices=True)
-
-        # As a batched scatter, which stays sharded along the batch.
-        return jax.vmap(write)(old, place, tokens)
+        return _written(old, place, tokens)
     page = jnp.take_along_axis(table, place // size, axis=1, mode="fill", fill_value=-1)
     page = jnp.where((page >= 0) & (page < old.shape[0]), page, old.shape[0])
     to = jax.typeof(old).sharding if is_explicit(old) else None
     return old.at[page, place % size].set(tokens, mode="drop", unique_indices=True, out_sharding=to)
+
+
+def _written(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
+    """By each device into its part of the cache, where types say how that is split."""
+
+    def write(row: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
+        return row.at[place].set(tokens, mode="drop", unique_indices=True)
+
+    # As a batched scatter, which stays sharded along the batch.
+    write_rows = jax.vmap(write)
+    if not is_explicit(old):
+        return write_rows(old, place, tokens)
+    sharding = jax.typeof(old).sharding
+    rows, keys, *others = sharding.spec
+
+    def write_own(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
+        if keys is not None:
+            place -= lax.axis_index(keys) * old.shape[1]
+            place = jnp.where(place < 0, old.shape[1] - place, place)  # not written, as are others
+        return write_rows(old, place, tokens)
+
+    specs = sharding.spec, P(rows), P(rows, None, *others)
+    to = (NamedSharding(sharding.mesh, spec) for spec in specs)
+    operands = map(jax.sharding.reshard, (old, place, tokens), to)
+    written: jax.Array = jax.shard_map(
+        write_own, mesh=sharding.mesh, in_specs=specs, out_specs=specs[0]
+    )(*operands)
+    return written
 
 
 def quantize_tpa_factors(
@@ -128,6 +157,12 @@ def quantize_tpa_factors(
         raise ValueError(
             f"b.shape is {b.shape}; accepted: [..., D] with the leading axes of a.shape {a.shape}"
         )
+    factors: tuple[jax.Array, jax.Array] = _quantised(a, b, narrow)
+    return factors
+
+
+@partial(jax.jit, static_argnums=2, inline=True)
+def _quantised(a: jax.Array, b: jax.Array, narrow: Any) -> tuple[jax.Array, jax.Array]:
     is_int = narrow == jnp.int8
     top = 127.0 if is_int else float(jnp.finfo(narrow).max)
     y = b.astype(wide(b.dtype))
