@@ -29,7 +29,7 @@ from benchmarks import (
 from benchmarks.plan import Work
 
 _MINUTES = flags.DEFINE_float(
-    "minutes", 25, "after these the slow columns that are left are dropped"
+    "minutes", 25, "a limit: slow columns that were not measured by then are skipped"
 )
 _EVERY_SIZE = flags.DEFINE_bool("every_size", False, "every size, not every other one")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the plan for a GPU and its estimate")
@@ -61,7 +61,8 @@ def works(*, quick: bool, gpu: bool, every_size: bool = False) -> list[Work]:
     return found
 
 
-def main(_: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
+    command.refuse_words(arguments)
     for flag in flags.FLAGS.get_flags_for_module(command.__name__):
         if flag.present and flag.name not in ("quick", "out"):
             raise app.UsageError(f"--{flag.name} is of one op: python -m benchmarks.OP")

@@ -5,6 +5,7 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from absl import app, flags
 from rich.progress import Progress, TaskID
@@ -41,7 +42,14 @@ def main(benchmark: Benchmark) -> None:
     app.run(functools.partial(_main, benchmark))
 
 
-def _main(benchmark: Benchmark, _: Sequence[str]) -> int:
+def refuse_words(arguments: Sequence[str]) -> None:
+    """Of the command line, that belong to no flag."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected: {' '.join(arguments[1:])}")
+
+
+def _main(benchmark: Benchmark, arguments: Sequence[str]) -> int:
+    refuse_words(arguments)
     memory.fix_pool()
     plans = [_plan(benchmark, mode) for mode in _MODES.value or benchmark.modes]
     folder = _folder(benchmark)
@@ -80,7 +88,7 @@ def _plan(benchmark: Benchmark, mode: str) -> Plan:
     grid = {**benchmark.grid, **(shorter if timing.on_gpu() else benchmark.small)}
     for axis, values in benchmark.grid.items():
         if chosen := flags.FLAGS[axis].value:
-            grid[axis] = [type(values[0])(value) for value in chosen]
+            grid[axis] = [_of_axis(axis, value, values) for value in chosen]
     by_name = {provider.name: provider for provider in plan.available(benchmark, mode)}
     return Plan(
         mode=_known(mode, ("fwd", "bwd")),
@@ -92,6 +100,15 @@ def _plan(benchmark: Benchmark, mode: str) -> Plan:
         jobs=_JOBS.value,
         has=benchmark.has,
     )
+
+
+def _of_axis(axis: str, word: str, values: Sequence[Any]) -> Any:
+    """One of its names, or a size."""
+    if isinstance(values[0], str):
+        return _known(word, values)
+    if not word.isdecimal() or not int(word):
+        raise app.UsageError(f"--{axis}: {word!r} is no integer of at least 1")
+    return int(word)
 
 
 def _known(word: str, words: Collection[str]) -> str:

@@ -8,6 +8,7 @@ of our kernels became slower or failed.
 """
 
 import dataclasses
+import json
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -63,7 +64,9 @@ def changes(
             continue
         was, now = _time(cell), _time(new_cell)
         if was and now:
-            noise = max(least, _noise(row, cell, new_row, new_cell, threshold))
+            noise = records.noise(cell, new_cell, least=least, unknown=threshold)
+            if cell.spread is not None and new_cell.spread is not None:
+                noise = max(noise, _drift(row, new_row))
             if max(now / was, was / now) > 1 + noise:
                 what = "slower" if now > was else "faster"
                 yield Change(key=key, what=what, ratio=now / was, noise=noise)
@@ -84,18 +87,18 @@ def _time(cell: Cell) -> float | None:
     return cell.kernel_ms or cell.wall_ms
 
 
-def _noise(row: Row, cell: Cell, new_row: Row, new_cell: Cell, threshold: float) -> float:
-    if cell.spread is None or new_cell.spread is None:
-        return threshold
-    copies = _time(row.copy), _time(new_row.copy)
-    drift = max(copies) / min(copies) - 1 if all(copies) else 0.0  # type: ignore[type-var,operator]
-    return max(cell.spread + new_cell.spread, drift)
+def _drift(row: Row, new_row: Row) -> float:
+    """How much the copy of the same bytes differs."""
+    was, now = _time(row.copy), _time(new_row.copy)
+    return max(was, now) / min(was, now) - 1 if was and now else 0.0
 
 
 def read(name: str) -> list[Report]:
     path = pathlib.Path(name)
     if path.is_dir():
         return list(records.load(path).values())
+    if not path.is_file() or "tables" not in json.loads(path.read_text()):
+        raise app.UsageError(f"{name} is not the JSON of a run")
     return [Report.from_json(path.read_text())]
 
 

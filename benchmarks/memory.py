@@ -20,6 +20,7 @@ from benchmarks import peers
 
 MIB = 2**20
 POOL_MIB = 50 * 1024  # what the largest tables need
+FOUND = "/jax/compilation_cache/cache_hits"
 
 
 def planned(function: Any, arguments: tuple[Any, ...]) -> float | None:
@@ -53,14 +54,25 @@ def nvidia_smi(query: str) -> str:
     return answer.partition("\n")[0].strip()
 
 
+_found: list[str] = []  # an event for each program that was compiled before
+
+
 def keep_compilations(folder: str) -> None:
     """Has every program that is compiled from now on found again, by a new pool too."""
+    jax.monitoring.register_event_listener(
+        lambda event, **_: _found.append(event) if event == FOUND else None
+    )
     for name, value in (
         ("jax_compilation_cache_dir", folder),
         ("jax_persistent_cache_min_compile_time_secs", 0),
         ("jax_persistent_cache_min_entry_size_bytes", -1),
     ):
         jax.config.update(name, value)
+
+
+def programs_found() -> int:
+    """How many programs were not compiled, since they had been before."""
+    return len(_found)
 
 
 def new_pool() -> None:

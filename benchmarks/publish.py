@@ -32,8 +32,11 @@ def write(folder: pathlib.Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    for name in arguments[1:]:
-        write(pathlib.Path(name))
+    folders = [pathlib.Path(name) for name in arguments[1:]]
+    if not folders or not all(records.load(folder) for folder in folders):
+        raise app.UsageError("folders with the JSON of a run: FOLDER...")
+    for folder in folders:
+        write(folder)
 
 
 if __name__ == "__main__":

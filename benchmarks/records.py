@@ -125,13 +125,23 @@ class Report:
         return cls(**raw)
 
 
+def noise(one: Cell, other: Cell, *, least: float = 0.02, unknown: float = 0.05) -> float:
+    """Two times differ if their ratio is further from 1: the sum of their ranges over medians."""
+    if one.spread is None or other.spread is None:
+        return max(least, unknown)
+    return max(least, one.spread + other.spread)
+
+
 def merged(reports: Sequence[Report]) -> Report:
     """Of one op: a table replaces one of the same title; the environments of what is left."""
     tables = {table.title: table for report in reports for table in report.tables}
     left = [r.environment for r in reports if any(tables[t.title] is t for t in r.tables)]
     names = dict.fromkeys(name for environment in left for name in environment)
     environment = {
-        name: " / ".join(dict.fromkeys(str(each.get(name, "-")) for each in left)) for name in names
+        name: " / ".join(
+            dict.fromkeys(x for each in left for x in str(each.get(name, "-")).split(" / "))
+        )
+        for name in names
     }
     return Report(op=reports[0].op, environment=environment, tables=list(tables.values()))
 
@@ -151,14 +161,19 @@ def load(folder: pathlib.Path) -> dict[str, Report]:
 
 
 def save(report: Report, folder: pathlib.Path) -> None:
-    """OP.json; tables that it has of the same environment stay, unless measured again."""
+    """OP.json; tables that it has stay, unless measured again.
+
+    Raises:
+      ValueError: if they are of another card.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{report.op}.json"
     if path.exists():
         old = Report.from_json(path.read_text())
-        if old.environment == report.environment:
-            tables = merged([old, report]).tables
-            report = dataclasses.replace(report, tables=tables)
+        was, now = (each.environment.get("card") for each in (old, report))
+        if was != now:
+            raise ValueError(f"{path} has results of {was}, and these are of {now}: use --out")
+        report = merged([old, report])
     part = path.with_suffix(".part")
     part.write_text(report.to_json())
     part.replace(path)

@@ -74,8 +74,9 @@ def _fill_row(
     advance: Advance,
 ) -> records.Row:
     case, plan = work.case, work.plan
-    inputs = cases.inputs(case)
+    inputs: Any = ()
     try:
+        inputs = cases.inputs(case)
         want, failure = cases.truth(case, inputs, mode=plan.mode), ""
     except jax.errors.JaxRuntimeError as error:  # a card with too little memory
         want, failure = None, f"nothing to be held to: {_reason(error)}"
@@ -85,7 +86,10 @@ def _fill_row(
         if "speed" in plan.metrics:
             blocks = -(-row.moved_bytes // (4 * timing.COPY_BLOCK))  # 2 bytes an element, in, out
             source = jax.ShapeDtypeStruct((blocks * timing.COPY_BLOCK,), jnp.bfloat16)
-            row.copy = _timed(timing.copy, (cases.normal(source, seed=2),), plan)
+            try:
+                row.copy = _timed(timing.copy, (cases.normal(source, seed=2),), plan)
+            except jax.errors.JaxRuntimeError as error:
+                row.copy = records.Cell(reason=_reason(error))
         table.rows.append(row)
     for provider in providers:
         advance(f"{work} {provider.name}")
@@ -127,16 +131,17 @@ def _cell(
     plan: Plan,
 ) -> records.Cell:
     """Right first, then fast; without a GPU a kernel is interpreted and only held to the truth."""
-    started = time.perf_counter()
+    started, found = time.perf_counter(), memory.programs_found()
     got = jax.block_until_ready(function(*arguments))
     compile_s = time.perf_counter() - started
+    is_new = provider.jit and memory.programs_found() == found
     error = cases.deviation(got, want)
     if not error <= limit:  # NaN, too
         return records.Cell(reason=f"wrong: error {error:.1e}, accepted {limit:.1e}")
     if provider.kernel and not timing.on_gpu():
         return records.Cell(error=error)
     cell = _timed(function, arguments, plan) if "speed" in plan.metrics else records.Cell()
-    cell.error, cell.compile_s = error, compile_s if provider.jit else None
+    cell.error, cell.compile_s = error, compile_s if is_new else None
     if "memory" in plan.metrics:
         cell.memory_mib = memory.planned(function, arguments)
         if cell.memory_mib is None and not timing.on_gpu():

@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 from PIL import Image
 
-from benchmarks import compare, plots, publish, records, summary
+from benchmarks import compare, headline, plots, publish, records, summary
 from benchmarks.records import Cell, Column, Report, Row, Table
 
 ENVIRONMENT = {"card": "Card", "driver": "1", "jax": "0.11"}
@@ -107,6 +107,40 @@ def test_where_we_lose_is_every_row_where_something_is_faster() -> None:
     text = summary.markdown(reports, [])
     assert "In 2 of 6 rows something is faster" in text
     assert "The default failed:\n\n- toy, backward, k2, 256: wrong: error 1" in text
+
+
+def test_what_is_within_noise_is_no_loss() -> None:
+    close = table(pallas=1.0, other=0.97)
+    assert not summary.losses([toy(close)])
+    for row in close.rows:
+        for cell in row.cells.values():
+            cell.spread = 0.01
+    assert len(summary.losses([toy(close)])) == len(close.rows)
+
+
+def test_a_figure_compares_functions_in_one_table() -> None:
+    alone, beside = table("k1", pallas=1.0), table("k2", pallas=2.0, jit=4.0)
+    assert headline.shown([alone, beside]) is beside
+
+
+def test_tables_of_other_programs_stay_and_those_of_another_card_are_refused(
+    tmp_path: pathlib.Path,
+) -> None:
+    records.save(toy(table("k1", pallas=1.0)), tmp_path)
+    for kernels in ("1", "2", "2"):
+        records.save(
+            Report(
+                op="toy",
+                environment=ENVIRONMENT | dict(kernels=kernels),
+                tables=[table("k2", pallas=2.0)],
+            ),
+            tmp_path,
+        )
+    found = records.load(tmp_path)["toy"]
+    assert [each.name for each in found.tables] == ["k1", "k2"]
+    assert found.environment["kernels"] == "- / 1 / 2"
+    with pytest.raises(ValueError, match="has results of Card, and these are of Other: use --out"):
+        records.save(Report(op="toy", environment=ENVIRONMENT | dict(card="Other")), tmp_path)
 
 
 def test_names_of_tables_are_what_they_do_not_share() -> None:

@@ -1,6 +1,7 @@
 """A run has every number or the reason why not."""
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -49,6 +50,16 @@ def test_a_row_without_a_truth_says_so_and_stops_no_other(monkeypatch: pytest.Mo
     assert large.truth == "nothing"
     for cell in large.cells.values():
         assert str(cell.reason).endswith("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory")
+
+
+def test_seconds_to_load_a_program_are_not_seconds_to_compile_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    works = toy_plan(providers=[p for p in TOY.providers if p.name == "jit"])
+    for found, compiled in ((itertools.repeat(0), True), (itertools.count(), False)):
+        monkeypatch.setattr(memory, "programs_found", found.__next__)
+        for table in suite.run(TOY, works).tables:
+            assert all((row.cells["jit"].compile_s is not None) == compiled for row in table.rows)
 
 
 def test_only_wrong_results_and_the_default_fail_a_run() -> None:
