@@ -38,8 +38,8 @@ if not _has_gpu():
     # LLVM's optimiser is half the time of these tests, each a small program that runs once.
     _XLA_FLAGS.append("--xla_backend_optimization_level=0")
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        # There XLA's newer emitters for CPUs take half of what is left; later ones are fast. The
-        # older ones add up in an order that depends on the shape.
+        # There XLA's newer emitters for CPUs take half of what is left; later versions have no
+        # others. The older ones add up in an order that depends on the shape.
         _XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
     # Without a folder nothing is kept, and yet a key is made of each program.
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"

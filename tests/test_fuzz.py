@@ -148,7 +148,7 @@ def test_valid_calls_are_the_loop(name: str, block: int) -> None:
 
 
 @every_op
-def test_invalid_calls_arerefused(name: str) -> None:
+def test_invalid_calls_are_refused(name: str) -> None:
     @hypothesis.given(seed=st.integers(0, 2**32 - 1), which=st.integers(0, 2**32 - 1))
     def test(seed: int, which: int) -> None:
         form = random_form(np.random.default_rng(seed), OPS[name])
