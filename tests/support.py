@@ -198,7 +198,8 @@ def in_turn(cases: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """
 
     def parameters(x: Any) -> Any:
-        return x if hasattr(x, "values") else pytest.param(x, id=getattr(x, "__name__", str(x)))
+        name = getattr(x, "__name__", None) or getattr(x, "name", None) or str(x)
+        return x if hasattr(x, "values") else pytest.param(x, id=name)
 
     first, *others = cases
     pairs = [(first, value) for value in values]

@@ -45,9 +45,7 @@ LAYOUTS = [
 WHOLE = [(op, {op.split[0]: "y", axis: "x"}) for op in OPS for axis in op.unsharded]
 
 
-@pytest.mark.parametrize(
-    ("op", "type_"), in_turn(OPS, [AxisType.Auto, AxisType.Explicit]), ids=words
-)
+@pytest.mark.parametrize(("op", "type_"), in_turn(OPS, [AxisType.Auto, AxisType.Explicit]))
 def test_arrays_that_were_made_before_the_mesh(rng: Rng, op: TestedOp, type_: AxisType) -> None:
     """On no device in particular; the program is on all of the mesh."""
     xs = op.even_arguments(rng)
