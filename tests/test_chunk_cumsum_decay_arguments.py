@@ -199,6 +199,7 @@ def test_counts_to_two_to_the_31() -> None:
     assert stop.tolist() == [chunk_size, n]
 
 
+@pytest.mark.filterwarnings("ignore:.* runs as jax.numpy. 4294967296 rows")
 def test_more_rows_than_it_counts_run_the_reference() -> None:
     fn = jax.vmap(partial(pallas_ops.chunk_cumsum_decay, axis=-1))
     for rows, is_kernel in ((2**14, True), (2**16, False)):

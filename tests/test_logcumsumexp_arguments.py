@@ -92,6 +92,7 @@ def test_kernels_count_in_32_bits(shape: tuple[int, ...], axis: int, what: str |
             jax.eval_shape(partial(pallas_ops.logcumsumexp, axis=axis, implementation="triton"), x)
 
 
+@pytest.mark.filterwarnings("ignore:.* runs as jax.numpy. 4294967296 rows")
 def test_more_rows_than_it_counts_run_the_reference() -> None:
     """Of `jax.vmap`, forward and backward."""
     run = jax.vmap(jax.grad(lambda x: jnp.square(pallas_ops.logcumsumexp(x)).mean()))
