@@ -35,7 +35,7 @@ def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
         array: Any = checks.array("offset", value)
         checks.integers("offset", array)
         if array.shape not in ((), x[:1]):
-            raise ValueError(f"offset.shape is {array.shape}; accepted: [], or [B] of x.shape {x}")
+            raise ValueError(f"offset.shape is {array.shape}; accepted: [] or [B] of x.shape {x}")
         array = array.astype(jnp.int32).reshape(-1)
     elif checks.is_index(value):
         index = operator.index(value)
