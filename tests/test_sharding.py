@@ -53,8 +53,7 @@ def test_arrays_that_were_made_before_the_mesh(rng: Rng, op: TestedOp, type_: Ax
     want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
     with jax.set_mesh(cpu_mesh(type_)):
         out, got = value_and_vjp(compiled(op, None), xs, weights)
-    assert_close(out, want, terms=TERMS)
-    assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
+    assert_close((out, *got[: op.num_floating]), (want, *grads[: op.num_floating]), terms=TERMS)
 
 
 @pytest.mark.slow
@@ -231,7 +230,6 @@ def test_vmap(rng: Rng, op: TestedOp) -> None:
 
 # Compiled for eight H200s
 
-
 H200S = [(op, dict(zip(op.split[:2], "xy", strict=True))) for op in OPS]
 H200S += [(op, {op.split[-1]: "x"}) for op in OPS if op.split[-1] not in op.split[:2]]
 
@@ -243,7 +241,6 @@ def test_h200s_only_sum_gradients(op: TestedOp, layout: Layout) -> None:
     ins, outs = specs(op.operands, layout), specs(op.results, layout)
 
     def both(*args: Any) -> Any:
-        """The results, and the gradients."""
         weights, xs = args[: len(outs)], args[len(outs) :]
         return op.fn(*xs), pullback(op, op.fn)(weights, xs)
 

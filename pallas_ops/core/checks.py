@@ -211,9 +211,8 @@ def instance(name: str, value: Any, cls: type) -> None:
 def shown(name: str, value: Any) -> str:
     """The beginning of a message: arrays by dtype and shape, whatever is long cut short."""
     if hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic):
-        kind = (
-            "an array" if isinstance(value, jax.Array | np.ndarray) else f"{type(value).__name__}"
-        )
+        is_array = isinstance(value, jax.Array | np.ndarray)
+        kind = "an array" if is_array else type(value).__name__
         return f"{name} is {kind} {value.dtype}[{', '.join(map(str, value.shape))}]"
     text = repr(value)
     return f"{name} is {text if len(text) <= SHOWN else text[: SHOWN - 3] + '...'}"

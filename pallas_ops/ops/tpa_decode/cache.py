@@ -95,7 +95,10 @@ def _append(
 
 
 def _written(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
-    """By each device into its part of the cache, where types say how that is split."""
+    """The cache with `tokens` at `place` of its rows.
+
+    Where types say how the cache is split, each device writes into its own part.
+    """
 
     def write(row: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
         return row.at[place].set(tokens, mode="drop", unique_indices=True)
@@ -110,7 +113,8 @@ def _written(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
     def write_own(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
         if keys is not None:
             place -= lax.axis_index(keys) * old.shape[1]
-            place = jnp.where(place < 0, old.shape[1] - place, place)  # not written, as are others
+            # Places before this part are moved behind it: out of range, and dropped.
+            place = jnp.where(place < 0, old.shape[1] - place, place)
         return write_rows(old, place, tokens)
 
     specs = sharding.spec, P(rows), P(rows, None, *others)
