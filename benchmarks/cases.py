@@ -22,6 +22,7 @@ DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 TOLERANCE = {"bf16": 2.0**-7, "f16": 2.0**-10, "f32": 1e-4}
 PERIOD = 65_537  # prime, so that no two rows are alike
 FLOAT64_BYTES = 2**30  # cases that move more are held to a float32 reference
+UNTUNED = {"xla_gpu_autotune_level": 0}  # a truth runs once: XLA need not look for fast products
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,12 +146,15 @@ def truth(case: Case, arguments: tuple[jax.Array, ...], *, mode: str) -> Any:
         count = len(case.inputs)
         arguments = (*(x.astype(wide) for x in arguments[:count]), *arguments[count:])
         if mode == "fwd":
-            return jax.jit(case.reference)(*arguments)
+            return jax.jit(case.reference, compiler_options=UNTUNED)(*arguments)
         results = jax.eval_shape(case.reference, *arguments)
         cotangents = jax.tree.map(
             lambda x, like: x.astype(like.dtype), normal(shapes, seed=1), results
         )
-        pull = jax.jit(lambda xs, dy: _vjp(case.reference, xs, len(case.further))(dy))
+        pull = jax.jit(
+            lambda xs, dy: _vjp(case.reference, xs, len(case.further))(dy),
+            compiler_options=UNTUNED,
+        )
         return pull(arguments, cotangents)
 
 

@@ -123,7 +123,12 @@ BENCHMARK = Benchmark(
         kernel("pallas", lambda _: None, "the default: chosen by shape"),
         function("jnp", "the reference, eager", **EAGER),
         function("jit", "the reference, jitted"),
-        *peers.pair(in_torch, "float32, activate, multiply, cat"),
+        *peers.pair(
+            in_torch,
+            "float32, activate, multiply, cat; accepted with four times the error, as an angle of "
+            "tens of thousands, a float32 product, is off by 0.002",
+            tolerance=4.0,
+        ),
     ),
     x="n",
     grid={"what": tuple(CASES), "n": [*(2**k for k in range(8, 16)), LONG]},

@@ -19,7 +19,7 @@ from jax.extend import backend
 from benchmarks import peers
 
 MIB = 2**20
-POOL_MIB = 50 * 1024  # what the largest tables need
+POOL = "0.62"  # of the card; the largest tables need 50 GiB
 FOUND = "/jax/compilation_cache/cache_hits"
 
 
@@ -35,14 +35,9 @@ def planned(function: Any, arguments: tuple[Any, ...]) -> float | None:
 
 
 def fix_pool() -> None:
-    """Gives JAX a pool of one size; it asks once in a process.
-
-    A new pool can come before the old one has gone, and PyTorch needs memory beside both.
-    """
-    total = nvidia_smi("memory.total").partition(" ")[0]  # in MiB
-    share = POOL_MIB / int(total) if total.isdecimal() else 0
+    """Gives JAX a pool of one size; it asks once in a process. The rest is for PyTorch."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{min(max(share, 0.4), 0.7):.2f}"
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = POOL
 
 
 def nvidia_smi(query: str) -> str:
@@ -77,8 +72,8 @@ def programs_found() -> int:
 
 def new_pool() -> None:
     """Starts JAX anew: all that was on the device is gone."""
-    gc.collect()  # an array that is left would hold on to the old pool
     backend.clear_backends()
+    gc.collect()  # the old pool goes with the last cycle of objects that knows it
 
 
 def peak() -> float:

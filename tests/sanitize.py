@@ -96,6 +96,7 @@ CALLS: dict[str, Call] = {
     ),
     "decode rounded": (partial(decode, precision="default"), factors(2, 1, 133, 34, 6, 64, 64, 2)),
     "decode of gathered heads": (decode, factors(2, 1, 133, 34, 6, 64, 64, 2)),
+    "decode of few gathered heads": (decode, factors(2, 1, 133, 22, 6, 64, 64, 2)),
     "decode of an odd number of heads": (
         partial(decode, batch_invariant=True),
         factors(2, 1, 1133, 47, 6, 64, 64, 2),
