@@ -132,6 +132,8 @@ def _attend(
 
 def _merged(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
     """Merges attention to disjoint parts of the keys by their log-sum-exps."""
+    if len(parts) == 1:
+        return parts[0]
     outs, lses = zip(*parts, strict=True)
     weights, lse = reference.softmax(jnp.stack(lses, axis=-1))
     out = jnp.zeros_like(outs[0])
