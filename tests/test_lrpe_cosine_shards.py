@@ -180,3 +180,11 @@ def test_no_exchange_is_larger_than_the_sums(
 def test_names_that_are_refused() -> None:
     with pytest.raises(ValueError, match="axis_name is 'z'; accepted: None, or a mesh axis of the"):
         pallas_ops.lrpe_cosine(jnp.ones((2, 8, 1, 4)), jnp.ones((1, 4)), axis_name="z")
+
+
+def test_the_axis_of_a_vmap_has_no_gradient_outside_of_it() -> None:
+    fn: Any = lambda x: pallas_ops.lrpe_cosine(x, jnp.ones((1, 2)), axis_name="i")  # noqa: E731
+    over = jax.vmap(fn, axis_name="i")
+    assert over(jnp.ones((2, 1, 3, 1, 2))).shape == (2, 1, 3, 1, 4)
+    with pytest.raises(ValueError, match=r"axis_name is \('i',\); accepted: None, or a mesh axis"):
+        jax.grad(lambda x: over(x).sum())(jnp.ones((2, 1, 3, 1, 2)))

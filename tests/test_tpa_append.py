@@ -66,6 +66,15 @@ def test_append_to_pages(rng: Rng, lengths: list[int]) -> None:
             )
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_append_by_a_narrow_table(rng: Rng, dtype: Any) -> None:
+    """There are more pages than its integers count; the second token is behind the table."""
+    pool, new = random_array(rng, (300, 4, 2)), random_array(rng, (1, 2, 2))
+    table = np.array([[3]], dtype)
+    got = pallas_ops.tpa_append(pool, new, 3, page_table=table)
+    np.testing.assert_array_equal(got, appended(pool, new, [3], table))
+
+
 def test_append_of_one_length_and_of_nothing(rng: Rng) -> None:
     cache, new = random_array(rng, (2, 5, 3)), random_array(rng, (2, 1, 3))
     got = pallas_ops.tpa_append(cache, new, 4)

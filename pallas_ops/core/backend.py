@@ -3,7 +3,8 @@
 Without it the package imports, and the references run.
 """
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import Any
 
 import jax
 
@@ -14,13 +15,10 @@ class NoKernelError(ValueError):
     """No kernel can run; where the implementation is chosen for the caller, the reference does."""
 
 
-if TYPE_CHECKING:
-    from jax.experimental.pallas import triton as plgpu
-else:
-    try:
-        from jax.experimental.pallas import triton as plgpu
-    except ImportError:
-        plgpu = None
+try:
+    plgpu: Any = importlib.import_module("jax.experimental.pallas.triton")
+except ImportError:
+    plgpu = None
 
 _NEEDED = "CompilerParams", "elementwise_inline_asm", "load", "store"
 

@@ -55,15 +55,6 @@ def any_floating(name: str, x: Any) -> None:
         raise TypeError(f"{name}.dtype is '{x.dtype}'; accepted: a floating dtype")
 
 
-def same_dtype(first: str, *others: str, arrays: Mapping[str, Any]) -> None:
-    for name in others:
-        if arrays[name].dtype != arrays[first].dtype:
-            raise TypeError(
-                f"{name}.dtype is '{arrays[name].dtype}'; accepted: that of {first}, "
-                f"{arrays[first].dtype}"
-            )
-
-
 def integers(name: str, x: Any) -> None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}.dtype is '{x.dtype}'; accepted: integers")
@@ -201,11 +192,6 @@ def launch_choices(
             raise ValueError(f"{shown(name, value)}; accepted: an int from {low} to {high}")
         if field.name in powers_of_two and value & (value - 1):
             raise ValueError(f"{shown(name, value)}; accepted: a power of two")
-
-
-def instance(name: str, value: Any, cls: type) -> None:
-    if value is not None and not isinstance(value, cls):
-        raise TypeError(f"{shown(name, value)}; accepted: None or a {cls.__name__}")
 
 
 def shown(name: str, value: Any) -> str:

@@ -53,17 +53,16 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """An `Op` with its static arguments, present operands and vmapped levels (innermost first)."""
+    """An `Op` with its static arguments, present operands and vmapped levels.
+
+    A level says which operands `jax.vmap` gave a new leading axis; the innermost comes first.
+    """
 
     op: Op
     implementation: Implementation | None
     static: tuple[tuple[str, Hashable], ...]
     present: tuple[bool, ...]
     levels: tuple[tuple[bool, ...], ...] = ()
-
-    def lift(self, batched: Sequence[bool]) -> "Bound":
-        """This call, vmapped once more: `batched` operands have a new leading axis."""
-        return dataclasses.replace(self, levels=(*self.levels, tuple(batched)))
 
     def fill(self, xs: Arrays) -> list[jax.Array | None]:
         """The operands in their places, None where absent."""

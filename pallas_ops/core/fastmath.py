@@ -2,6 +2,7 @@
 
 import math
 import struct
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,12 +65,18 @@ def ptx(instruction: str, *operands: Operand) -> jax.Array:
     shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
     places = iter(range(1, len(arrays) + 1))
     words = [f"${next(places)}" if isinstance(x, jax.Array) else _literal(x) for x in operands]
+    xs = (jnp.broadcast_to(x, shape) for x in arrays)
+    return assembly(f"{instruction} $0, {', '.join(words)};", *xs, dtype=arrays[0].dtype)
+
+
+def assembly(text: str, *xs: jax.Array, dtype: Any, pack: int = 1) -> jax.Array:
+    """Inline PTX that makes $0 of $1, $2, ...: of arrays of one shape, `pack` elements at once."""
     (result,) = plgpu.elementwise_inline_asm(
-        f"{instruction} $0, {', '.join(words)};",
-        args=[jnp.broadcast_to(x, shape) for x in arrays],
-        constraints=",".join(["=r", *["r"] * len(arrays)]),
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, arrays[0].dtype)],
+        text,
+        args=xs,
+        constraints=",".join(["=r", *"r" * len(xs)]),
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(xs[0].shape, dtype)],
     )
     return result
 

@@ -15,7 +15,8 @@ LONGEST = 2**31 - 2**20  # an axis along which an int32 counts, and a tile beyon
 def check(value: Any, config: Any, cls: type) -> None:
     """Refuses what is no implementation, and a config of another class or beside "xla"."""
     checks.one_of("implementation", value, IMPLEMENTATIONS)
-    checks.instance("config", config, cls)
+    if config is not None and not isinstance(config, cls):
+        raise TypeError(f"{checks.shown('config', config)}; accepted: None or a {cls.__name__}")
     if value == "xla" and config is not None:
         raise ValueError("config and implementation='xla' are both given; accepted: one of them")
 

@@ -3,8 +3,7 @@
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,20 +27,6 @@ def interpreted(flag: bool) -> Iterator[None]:
 
 def is_interpreted() -> bool:
     return _INTERPRETED.get()
-
-
-def traced_once(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run(static, *arrays)`, traced once for all of its callers.
-
-    XLA drops a launch that repeats another one. The text of a kernel contains the source locations
-    of its callers, so two traces of one kernel would not be the same to XLA.
-    """
-
-    @partial(jax.jit, static_argnums=(0, 1))  # interpreted kernels have traces of their own
-    def keyed(_: bool, static: Hashable, *xs: jax.Array) -> Any:
-        return run(static, *xs)
-
-    return lambda static, *xs: keyed(is_interpreted(), static, *xs)
 
 
 def launch(

@@ -67,13 +67,14 @@ def _vmapped(bound: Bound, *, alone: bool = False) -> Run:
     def run(*xs: jax.Array) -> Any:
         if not alone and any(map(is_explicit, xs)):
             return _explicit(bound, xs)
-        if alone or _is_partly_manual() or _is_all_explicit():
+        if alone or _is_partitioned_otherwise():
             return _bind(bound, *xs)
         return _partitioned(bound)(*xs)
 
     @run.def_vmap
     def _(_: int, batched: Sequence[bool], *xs: jax.Array) -> Any:
-        return _vmapped(bound.lift(batched), alone=alone)(*xs), (True,) * len(bound.op.results)
+        lifted = dataclasses.replace(bound, levels=(*bound.levels, tuple(batched)))
+        return _vmapped(lifted, alone=alone)(*xs), (True,) * len(bound.op.results)
 
     return run
 
@@ -128,22 +129,16 @@ def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
     return vary.unify(*results, *xs)[: len(results)]
 
 
-def _is_partly_manual() -> bool:
-    """Whether this is inside a `jax.shard_map` of some mesh axes that leaves others automatic.
+def _is_partitioned_otherwise() -> bool:
+    """Whether no `custom_partitioning` lowers here.
 
-    No `custom_partitioning` lowers there. XLA then partitions what is `jax.numpy`, and gathers for
-    a kernel what is split over the automatic axes.
+    Inside a `jax.shard_map` of some mesh axes that leaves others automatic, XLA partitions what is
+    `jax.numpy`, and gathers for a kernel what is split over the automatic axes. Where all mesh axes
+    are explicit, arrays whose types say nothing are on every device.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return bool(mesh.manual_axes) and AxisType.Auto in mesh.axis_types
-
-
-def _is_all_explicit() -> bool:
-    """Whether types say how arrays are sharded: those that say nothing are on every device.
-
-    Nothing is left for `custom_partitioning` then, and it would not lower.
-    """
-    return set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Explicit}
+    partly_manual = bool(mesh.manual_axes) and AxisType.Auto in mesh.axis_types
+    return partly_manual or set(mesh.axis_types) == {AxisType.Explicit}
 
 
 @jax.tree_util.register_static
@@ -167,8 +162,7 @@ def reshard_like(x: T, operand: jax.Array | TypeOf | None) -> T:
     """`x` with the operand's sharding, where that is of its type: as a gradient must have it."""
     if x is None or operand is None or not is_explicit(operand):
         return x
-    resharded: T = jax.sharding.reshard(x, _sharding(operand))
-    return resharded
+    return jax.sharding.reshard(x, _sharding(operand))
 
 
 def gathered(x: jax.Array, axis: int) -> jax.Array:
@@ -177,8 +171,7 @@ def gathered(x: jax.Array, axis: int) -> jax.Array:
     if not is_explicit(x) or sharding.spec[axis] is None:
         return x
     spec = [None if i == axis else entry for i, entry in enumerate(sharding.spec)]
-    whole: jax.Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
-    return whole
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def _bind(bound: Bound, *xs: jax.Array) -> tuple[jax.Array, ...]:

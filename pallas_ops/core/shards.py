@@ -35,8 +35,7 @@ def gather(x: jax.Array, axis_name: Names) -> jax.Array:
     known = checked(axis_name)
     if known and is_replicated(x, axis_name):
         x = lax.pcast(x, axis_name, to="varying")
-    y: jax.Array = lax.all_gather(x, axis_name, to="invarying" if known else "varying")
-    return y
+    return lax.all_gather(x, axis_name, to="invarying" if known else "varying")
 
 
 def order(axis_name: Names, *, reverse: bool) -> tuple[jax.Array, int]:

@@ -23,8 +23,7 @@ def cached(check: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
             hash(args)
         except TypeError:
             return check(*args)
-        result: T = remembered(*args)
-        return result
+        return remembered(*args)
 
     return run
 

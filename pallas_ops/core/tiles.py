@@ -1,4 +1,4 @@
-"""Small functions that kernels and their launchers share."""
+"""Small functions that kernels, their launchers and references share."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from jax import lax
 
 Ref = Any
 MOST_PARTS = 2**15
+HUGE = float(jnp.finfo(jnp.float32).max)
 
 
 def power_of_two(size: int) -> int:
@@ -25,6 +26,16 @@ def split_evenly(n: Any, parts: int, part: Any) -> tuple[Any, Any]:
     size, longer = n // parts, n % parts
     start, stop = (i * size + i * longer // parts for i in (part, part + 1))
     return start, stop
+
+
+def wide(dtype: Any) -> Any:
+    """What is computed in: float32, and float64 for float64."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def along(flags: jax.Array, x: jax.Array, axis: int = 0) -> jax.Array:
+    """Flags [n] beside an axis of x."""
+    return lax.expand_dims(flags, [i for i in range(x.ndim) if i != axis])
 
 
 def span(size: int) -> jax.Array:

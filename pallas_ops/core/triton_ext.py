@@ -59,8 +59,7 @@ def pipelined(i: jax.Array, num_stages: int) -> jax.Array:
     """
     if launch.is_interpreted() or not AVAILABLE or num_stages < 2:
         return i
-    hinted: jax.Array = _hint_p.bind(i, num_stages=num_stages)
-    return hinted
+    return _hint_p.bind(i, num_stages=num_stages)
 
 
 def gather(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -4,8 +4,8 @@ One launch finds the total of each segment. Another one scans the tiles of each 
 from the sum of the totals before it. Where a column has few segments, each program adds these
 totals up on its own; where it has many, a small launch between the two scans them.
 
-A total is a pair (p, w), which stands for w * exp(p). Totals are arrays [b, c, count]: those of a
-column lie side by side.
+A total is a pair (p, w): w is the sum over exp(p), so the total is w * exp(p); that of nothing is
+(-HUGE, 0). Totals are arrays [b, c, count]: those of a column lie side by side.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.checks import MAX_WARPS
 from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, and_masks, power_of_two, span
+from pallas_ops.core.tiles import HUGE, Ref, and_masks, power_of_two, span
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.scan.tile import Ranges
 from pallas_ops.scan.view import Sizes
@@ -30,7 +30,6 @@ Pair = tuple[jax.Array, jax.Array]
 
 FEW = 16  # segments of a column whose totals each program adds up on its own
 SCANNED = 512  # totals that a program scans at least, if there are so many
-LOWEST = float(jnp.finfo(jnp.float32).min)  # the p of a pair of nothing
 
 
 def shapes(s: Sizes) -> list[jax.ShapeDtypeStruct]:
@@ -58,7 +57,7 @@ def _added_up(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool) -> Pair:
     mask = and_masks(before, None if there is None else there[..., None])
     p, w = (
         plgpu.load(ref.at[tuple(at)], mask=mask, other=other)
-        for ref, other in ((p_ref, LOWEST), (w_ref, 0.0))
+        for ref, other in ((p_ref, -HUGE), (w_ref, 0.0))
     )
     top = p.max(axis=-1)
     return top, (w * fastmath.exp2((p - top[..., None]) * LOG2E)).sum(axis=-1)
@@ -81,16 +80,14 @@ def join(a: Pair, b: Pair, *, exp2: Any = fastmath.exp2) -> Pair:
     return p, a[1] * exp2((a[0] - p) * LOG2E) + b[1] * exp2((b[0] - p) * LOG2E)
 
 
+joined = partial(join, exp2=jnp.exp2)  # for a scan, which takes no inline assembly
+
+
 def added(totals: Pair, *, axis: int = -1) -> Pair:
     """The sum of pairs along an axis, outside of a kernel."""
     p, w = totals
     top = p.max(axis=axis)
     return top, (w * jnp.exp(p - jnp.expand_dims(top, axis))).sum(axis=axis)
-
-
-def joined(before: Any, after: Any) -> Pair:
-    """`join` for a scan, which takes no inline assembly."""
-    return join(before, after, exp2=jnp.exp2)
 
 
 def prepared(
@@ -134,12 +131,12 @@ def _kernel(
     column = (pl.program_id(0) * num_columns + span(num_columns))[:, None]
     at = jnp.broadcast_to(column, shape), jnp.broadcast_to(span(block)[None], shape)
     mask = (at[0] < columns) & (at[1] < count)
-    p = plgpu.load(p_ref.at[at], mask=mask, other=LOWEST)
+    p = plgpu.load(p_ref.at[at], mask=mask, other=-HUGE)
     w = plgpu.load(w_ref.at[at], mask=mask, other=0.0)
     sums = scan(joined, (p, w), axis=1, reverse=reverse)
     # The sum up to a segment is stored for the next one; nothing is before the first.
     last, first, step = (0, count - 1, -1) if reverse else (count - 1, 0, 1)
     is_last = at[1] == last
     target = at[0], jnp.where(is_last, first, at[1] + step)
-    for ref, y, nothing in zip((p_before_ref, w_before_ref), sums, (LOWEST, 0.0), strict=True):
+    for ref, y, nothing in zip((p_before_ref, w_before_ref), sums, (-HUGE, 0.0), strict=True):
         plgpu.store(ref.at[target], jnp.where(is_last, nothing, y), mask=mask)

@@ -90,9 +90,7 @@ def loop(count: Any, step: Callable[[Any, T], T], carry: T, num_stages: int = 1)
     """`step` of 0 to count - 1, whose loads run up to `num_stages` ahead."""
     if isinstance(count, int) and count == 1:
         return step(0, carry)
-    ahead = lambda t, y: step(pipelined(t, num_stages), y)  # noqa: E731
-    result: T = lax.fori_loop(0, count, ahead, carry)
-    return result
+    return lax.fori_loop(0, count, lambda t, y: step(pipelined(t, num_stages), y), carry)
 
 
 def per_range(x: jax.Array) -> jax.Array:

@@ -10,11 +10,17 @@ the steps moves nothing between lanes, and only one number per group is scanned 
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import jax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import NoKernelError
-from pallas_ops.core.implementations import LONGEST
+from pallas_ops.core.dispatch import Implementation
+from pallas_ops.core.implementations import LONGEST, kernel_or_reference
+from pallas_ops.core.launch import launch
 
 MOST_RANGES = 2**30  # that one axis of the grid counts
 MAX_VECTOR = 16  # bytes that a lane loads at once
@@ -103,6 +109,44 @@ class View:
         """Whether positions of a tile that ends beyond the axis may exceed int32."""
         last = self.s.n if self.packed else (self.s.count - 1) * self.s.size
         return last + self.tiles * self.block_n >= 2**31
+
+
+def launch_plan(
+    kernel: Callable[..., None],
+    plan: Any,
+    name: str,
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    *operands: jax.Array | None,
+    **static: Any,
+) -> list[jax.Array]:
+    """Runs `kernel` over the programs of a plan, which has a `View` and a config `c`."""
+    return launch(
+        partial(kernel, plan=plan, **static),
+        *operands,
+        name=name,
+        grid=plan.view.grid,
+        out_shape=out_shape,
+        num_warps=plan.c.num_warps,
+    )
+
+
+def implementation_for(
+    implementation: Implementation | None,
+    shape: tuple[int, ...],
+    axis: int,
+    *dtypes: Any,
+    **sizes: int,
+) -> Implementation | None:
+    """The reference for what no kernel takes, else as asked; `sizes`: of other operands.
+
+    Positions, rows and columns of a `View` are counted in 32 bits.
+    """
+    sizes |= {f"axis {i}": size for i, size in enumerate(shape)}
+    outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+    sizes |= {"all before it": outer, "all behind it": inner}
+    for dtype in dtypes:
+        implementation = kernel_or_reference(implementation, dtype, sizes)
+    return implementation
 
 
 def names(before: int, after: int, *scanned: str) -> str:

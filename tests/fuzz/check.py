@@ -77,9 +77,9 @@ def compiled(s: Signature) -> Callable[..., Any]:
     if s.transform[-2:] == ("vmap", "grad"):
         axes = tuple(s.axes[i] for i in s.differentiable)
         one = pulled(forward(s, dict(s.static)), s.differentiable)
-        return jit(jax.vmap(one, (s.axes, 0), (0, axes)))  # type: ignore[no-any-return]
+        return jit(jax.vmap(one, (s.axes, 0), (0, axes)))
     if s.has_gradient:
-        return jit(pulled(mapped(s), s.differentiable))  # type: ignore[no-any-return]
+        return jit(pulled(mapped(s), s.differentiable))
     fn = jit(mapped(s))
     return lambda xs, _: (fn(*xs), ())
 

@@ -11,15 +11,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_ops.core import checks, forward_mode, implementations, shards
 from pallas_ops.core.dispatch import Implementation
-from pallas_ops.core.dtypes import wide
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import cached, signature
+from pallas_ops.core.tiles import wide
 from pallas_ops.ops.chunk_cumsum_decay import vjp
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig, Params, Shift
 from pallas_ops.ops.chunk_cumsum_decay.reference import edges_of
-from pallas_ops.scan.limits import implementation_for
-
-SHIFTS = (None, "chunk", "sequence")
+from pallas_ops.scan.view import implementation_for
 
 
 def chunk_cumsum_decay(
@@ -136,13 +134,18 @@ def _check(
     length = x.shape[axis] * num_shards
     chunk_size = _chunk_size(chunk_size, length)
     reverse = checks.flag("reverse", reverse)
-    checks.one_of("shift", shift, SHIFTS)
+    checks.one_of("shift", shift, (None, "chunk", "sequence"))
     if dtype is not None and dtype not in checks.FLOAT_DTYPES:
         raise TypeError(
             f"dtype is {str(dtype)!r}; accepted: None, bfloat16, float16, float32 or float64"
         )
+    if bounds is not None and (len(bounds.shape) != 1 or bounds.shape[0] == 0):
+        raise ValueError(
+            f"cu_seqlens.shape is {bounds.shape}; accepted: (S + 1,), where S sequences begin and "
+            "the last one ends"
+        )
     if bounds is not None:
-        _check_bounds(bounds)
+        checks.integers("cu_seqlens", bounds)
     dtypes = x.dtype, dtype or x.dtype
     sizes = {} if bounds is None else {"cu_seqlens": bounds.shape[0]}
     implementation = implementation_for(implementation, x.shape, axis, *dtypes, **sizes)
@@ -173,15 +176,6 @@ def _chunk_size(chunk_size: Any, length: Any) -> Any:
     return jax.core.min_dim(chunk_size, length)
 
 
-def _check_bounds(bounds: jax.ShapeDtypeStruct) -> None:
-    if len(bounds.shape) != 1 or bounds.shape[0] == 0:
-        raise ValueError(
-            f"cu_seqlens.shape is {bounds.shape}; accepted: (S + 1,), where S sequences begin and "
-            "the last one ends"
-        )
-    checks.integers("cu_seqlens", bounds)
-
-
 def evaluate(
     params: Params, x: jax.Array, cu_seqlens: jax.Array | None, factor: jax.Array | None
 ) -> jax.Array:
@@ -201,8 +195,7 @@ def evaluate(
     if params.axis > 0:
         return vjp.accumulate(params, *operands)
     x, edges = operands  # the op's first axis is a batch
-    out: jax.Array = vjp.accumulate(dataclasses.replace(params, axis=1), x[None], edges)
-    return out[0]
+    return vjp.accumulate(dataclasses.replace(params, axis=1), x[None], edges)[0]
 
 
 _run: Callable[..., jax.Array] = jax.jit(evaluate, static_argnums=0, inline=True)

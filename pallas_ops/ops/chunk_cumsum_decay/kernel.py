@@ -1,19 +1,18 @@
 """How chunk_cumsum_decay runs: the launcher first, then the kernel body."""
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.chunk_cumsum_decay.config import Params, Plan, plan_of
 from pallas_ops.ops.chunk_cumsum_decay.reference import previous
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks, table_of
 from pallas_ops.scan.running import plus, running_sums
 from pallas_ops.scan.tile import Tile, loop
+from pallas_ops.scan.view import launch_plan
 
 
 def accumulate(
@@ -30,17 +29,8 @@ def accumulate(
     elif plan.c.num_segments > 1:
         before = _sums_before(plan, view)
         before, carry = (before, None) if carry is None else (before + carry, None)
-    (out,) = launch(
-        partial(_kernel, plan=plan),
-        view,
-        table,
-        before,
-        carry,
-        name=params.name,
-        grid=plan.view.grid,
-        out_shape=[jax.ShapeDtypeStruct(view.shape, params.dtypes[1])],
-        num_warps=plan.c.num_warps,
-    )
+    shapes = [jax.ShapeDtypeStruct(view.shape, params.dtypes[1])]
+    (out,) = launch_plan(_kernel, plan, params.name, shapes, view, table, before, carry)
     return (out.reshape(x.shape),)
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import gathered, reshard_like
+from pallas_ops.core.tiles import along, wide
 from pallas_ops.ops.chunk_cumsum_decay.config import Params
 
 
@@ -79,13 +79,11 @@ def _packed(y: jax.Array, edges: jax.Array, carry: jax.Array | None, p: Params) 
     low, high = edges[sequence], edges[sequence + 1]
     offset = (i - low) % p.chunk_size
 
-    def along(flags: jax.Array) -> jax.Array:
-        return lax.expand_dims(flags, [j for j in range(y.ndim) if j != axis])
-
-    edge = along(i + 1 == high if reverse else i == low)  # the first of its sequence
+    edge = along(i + 1 == high if reverse else i == low, y, axis)  # the first of its sequence
     ahead = (offset == p.chunk_size - 1) | (i + 1 == high) if reverse else offset == 0
-    first = along(ahead)  # the first of its chunk
-    y = jnp.where(along((sequence > 0) & (sequence < edges.size - 2)), y, 0)
+    first = along(ahead, y, axis)  # the first of its chunk
+    live = (sequence > 0) & (sequence < edges.size - 2)
+    y = jnp.where(along(live, y, axis), y, 0)
     if p.shift and not p.shift_result:
         y = jnp.where(first if p.shift == "chunk" else edge, 0, previous(y, axis, reverse))
     if carry is not None:

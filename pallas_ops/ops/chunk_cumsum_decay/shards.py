@@ -17,8 +17,8 @@ from jax import lax
 
 from pallas_ops.core import shards, vary
 from pallas_ops.core.dispatch import Run
-from pallas_ops.core.dtypes import wide
 from pallas_ops.core.shards import Names
+from pallas_ops.core.tiles import along, wide
 from pallas_ops.ops.chunk_cumsum_decay.config import Params
 from pallas_ops.ops.chunk_cumsum_decay.reference import among
 
@@ -101,7 +101,7 @@ def _sum_of_last(x: jax.Array, count: jax.Array, width: int, p: Params) -> jax.A
     x = lax.slice_in_dim(x, first, first + width, axis=p.axis).astype(wide(x.dtype))
     i = jnp.arange(width, dtype=jnp.int32)
     inside = (i if p.reverse else width - 1 - i) < count
-    inside = lax.expand_dims(inside, [j for j in range(x.ndim) if j != p.axis])
+    inside = along(inside, x, p.axis)
     return jnp.where(inside, x if p.scale is None else x * p.scale, 0).sum(p.axis)
 
 
@@ -112,5 +112,5 @@ def _sum_of_parts(
     ahead = lax.axis_index(axis_name) - jnp.arange(lax.axis_size(axis_name), dtype=jnp.int32)
     ahead = -ahead if reverse else ahead
     parts = shards.gather(part, axis_name)
-    inside = lax.expand_dims((ahead > 0) & ((ahead - 1) * n < reach), range(1, parts.ndim))
-    return jnp.where(inside, parts, 0).sum(axis=0)
+    inside = (ahead > 0) & ((ahead - 1) * n < reach)
+    return jnp.where(along(inside, parts), parts, 0).sum(axis=0)

@@ -15,8 +15,7 @@ from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import cached, signature
 from pallas_ops.ops.logcumsumexp import reference, vjp
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Params, choose_block_n
-from pallas_ops.scan.limits import implementation_for
-from pallas_ops.scan.view import Sizes
+from pallas_ops.scan.view import Sizes, implementation_for
 
 
 def logcumsumexp(
@@ -118,7 +117,13 @@ def _check(
     reverse = checks.flag("reverse", reverse)
     clip = _check_clip(clip)
     if initial is not None:
-        _check_initial(initial, (*x.shape[:axis], 1, *x.shape[axis + 1 :]))
+        checks.any_floating("initial_state", initial)
+        shape, want = initial.shape, (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+        pairs = zip(shape[::-1], want[::-1], strict=False)
+        if len(shape) > len(want) or not all(size in (1, full) for size, full in pairs):
+            raise ValueError(
+                f"initial_state.shape is {shape}; accepted: {want}, or what broadcasts to it"
+            )
     implementation = implementation_for(implementation, x.shape, axis, x.dtype)
     block_n = 1
     if implementation != "xla":
@@ -147,18 +152,6 @@ def _check_clip(clip: Any) -> float | None:
     if not clip >= 0:
         raise ValueError(f"clip is {clip!r}; accepted: {accepted}")
     return checks.number("clip", clip, accepted)
-
-
-def _check_initial(initial: jax.ShapeDtypeStruct, want: tuple[int, ...]) -> None:
-    checks.any_floating("initial_state", initial)
-    shape = initial.shape
-    fits = len(shape) <= len(want) and all(
-        size in (1, full) for size, full in zip(shape[::-1], want[::-1], strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"initial_state.shape is {shape}; accepted: {want}, or what broadcasts to it"
-        )
 
 
 def evaluate(

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.fastmath import LOG2E, exp2
-from pallas_ops.core.tiles import Ref
+from pallas_ops.core.tiles import HUGE, Ref
 from pallas_ops.core.triton_ext import scan
+from pallas_ops.ops.logcumsumexp.reference import State
 from pallas_ops.ops.logcumsumexp.tiles import (
-    HUGE,
     Segments,
-    State,
     below,
     compensated,
     exponentials,
@@ -27,6 +26,7 @@ from pallas_ops.ops.logcumsumexp.tiles import (
     largest_in_lane,
     log_of,
     raised,
+    rescaled,
     sum_of,
 )
 from pallas_ops.scan.running import GROUPS, STEPS, edge, exclusive_scan
@@ -100,8 +100,7 @@ def backward(
             ranges.store_dx(tile, dx_ref, x_ref, exp2((x - p) * LOG2E) * total)
         factor = exp2((before.pivot - grad.pivot) * LOG2E)
         whole = sum_of(below(share, per_range(before.pivot), p))
-        rescaled = compensated(grad.total * factor, grad.error * factor, whole)
-        return State(before.pivot, *rescaled)
+        return State(before.pivot, *compensated(grad.total * factor, grad.error * factor, whole))
 
     return loop(count, step, grad)
 
@@ -135,9 +134,9 @@ def _after(state: State, x: jax.Array) -> State:
     """The state with all of x in it."""
     top = finite(largest(x))
     pivot = raised(top, state.pivot)
-    return State(
-        pivot, *compensated(*state.at(pivot), below(sum_of(exponentials(x, top)), top, pivot))
-    )
+    total, error = rescaled(state, pivot)
+    added = below(sum_of(exponentials(x, top)), top, pivot)
+    return State(pivot, *compensated(total, error, added))
 
 
 def _gradients(p: jax.Array, share: jax.Array, grad: Pair, *, reverse: bool) -> jax.Array:

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.fastmath import LOG2E, exp2
-from pallas_ops.core.launch import launch, traced_once
+from pallas_ops.core.launch import is_interpreted
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import Params, Plan, plan_of
+from pallas_ops.ops.logcumsumexp.reference import State
 from pallas_ops.ops.logcumsumexp.tiles import (
     Segments,
-    State,
     below,
     compensated,
     empty,
@@ -30,13 +30,14 @@ from pallas_ops.ops.logcumsumexp.tiles import (
     log_of,
     pair_of,
     raised,
+    rescaled,
     state_of,
 )
 from pallas_ops.scan import segments
 from pallas_ops.scan.running import GROUPS, STEPS, running_sums
 from pallas_ops.scan.segments import Pair
 from pallas_ops.scan.tile import Tile, per_range
-from pallas_ops.scan.view import MAX_VECTOR
+from pallas_ops.scan.view import MAX_VECTOR, launch_plan
 
 
 def forward(
@@ -46,16 +47,11 @@ def forward(
     plan = plan_of(x, params)
     s, sizes = plan.view.s, (1, *[plan.num_tiles + 1] * (2 * save))
     view = x.reshape(s.b, s.n, s.c)
-    before = segments.prepared(s, partial(_totals, plan, view))
-    out, final, *saved = launch(
-        partial(_forward_kernel, plan=plan, save=save),
-        view,
-        *(None if y is None else y.reshape(s.b, 1, s.c) for y in given),
-        *before,
-        name="logcumsumexp",
-        grid=plan.view.grid,
-        out_shape=[jax.ShapeDtypeStruct(view.shape, x.dtype), *map(plan.shape, sizes)],
-        num_warps=plan.c.num_warps,
+    before = segments.prepared(s, partial(_totals, plan, is_interpreted(), view))
+    columns = (None if y is None else y.reshape(s.b, 1, s.c) for y in given)
+    shapes = [jax.ShapeDtypeStruct(view.shape, x.dtype), *map(plan.shape, sizes)]
+    out, final, *saved = launch_plan(
+        _forward_kernel, plan, "logcumsumexp", shapes, view, *columns, *before, save=save
     )
     outer, inner = x.shape[: params.axis], x.shape[params.axis + 1 :]
     saved = [y.reshape(*outer, -1, *inner) for y in saved]
@@ -68,22 +64,22 @@ saving = partial(forward, save=True)
 def totals(x: jax.Array, *, params: Params) -> Pair:
     """The pivot and total of all of the axis."""
     plan = plan_of(x, params)
-    p, w = segments.added(_totals(plan, x.reshape(plan.view.s.b, -1, plan.view.s.c)))
+    s = plan.view.s
+    p, w = segments.added(_totals(plan, is_interpreted(), x.reshape(s.b, s.n, s.c)))
     shape = x.shape[: params.axis] + x.shape[params.axis + 1 :]
     return p.reshape(shape), w.reshape(shape)
 
 
-@traced_once  # for a shard's exchange and for its scan
-def _totals(plan: Plan, x: jax.Array) -> Pair:
-    """The log-sum-exp of each segment."""
-    p, s = launch(
-        partial(_totals_kernel, plan=plan),
-        x,
-        name="logcumsumexp_totals",
-        grid=plan.view.grid,
-        out_shape=segments.shapes(plan.view.s),
-        num_warps=plan.c.num_warps,
-    )
+@partial(jax.jit, static_argnums=(0, 1))
+def _totals(plan: Plan, _: bool, x: jax.Array) -> Pair:
+    """The log-sum-exp of each segment; traced once for a shard's exchange and for its scan.
+
+    XLA drops a launch that repeats another one. The text of a kernel contains the source locations
+    of its callers, so two traces of one kernel would not be the same to XLA. Interpreted kernels
+    have traces of their own.
+    """
+    shapes = segments.shapes(plan.view.s)
+    p, s = launch_plan(_totals_kernel, plan, "logcumsumexp_totals", shapes, x)
     return p, s
 
 
@@ -104,7 +100,7 @@ def _totals_kernel(
         x = ranges.load_x(tile, x_ref)
         pivot = raised(largest_in_lane(x), state.pivot)
         total = exp2((x - pivot[None]) * LOG2E).sum(axis=STEPS)
-        return State(pivot, *compensated(*state.at(pivot), total))
+        return State(pivot, *compensated(*rescaled(state, pivot), total))
 
     groups = plan.c.block_n // steps
     state = ranges.loop(step, empty((view.num_ranges, groups, view.block_c)))
@@ -158,14 +154,13 @@ def _tile(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref) 
     pivot = raised(largest(x), state.pivot)
 
     def plain() -> State:
-        total, error = state.at(pivot)
+        total, error = rescaled(state, pivot)
         sums, added = running_sums(exponentials(x, pivot), total, reverse=ranges.view.mirrored)
         tile.store(out_ref, log_of(per_range(pivot), sums))
         return State(pivot, *compensated(total, error, added))
 
-    result: State = lax.cond(
+    return lax.cond(
         exact.range_too_large(x, state, pivot),
         lambda: exact.forward(ranges, first, state, x_ref, out_ref),
         plain,
     )
-    return result

@@ -13,23 +13,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.fastmath import LOG2E, exp2
-from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import Params, Plan, plan_of
+from pallas_ops.ops.logcumsumexp.reference import State
 from pallas_ops.ops.logcumsumexp.tiles import (
     Segments,
-    State,
     below,
     compensated,
     exponentials,
     inverse,
+    rescaled,
     state_of,
     sum_of,
 )
 from pallas_ops.scan import segments
 from pallas_ops.scan.running import running_sums
 from pallas_ops.scan.segments import Pair
+from pallas_ops.scan.view import launch_plan
 
 Refs = tuple[Ref, Ref, Ref | None]  # x, do, dx; nothing is stored without dx
 
@@ -43,15 +44,9 @@ def backward(
     arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, *saved)]
     column = None if dfinal is None else dfinal.reshape(s.b, 1, s.c)
     behind = segments.prepared(s, partial(_totals, plan, arrays), reverse=True)
-    dx, dinitial = launch(
-        partial(_backward_kernel, plan=plan),
-        *arrays,
-        column,
-        *behind,
-        name="logcumsumexp_backward",
-        grid=plan.view.grid,
-        out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)],
-        num_warps=plan.c.num_warps,
+    shapes = [jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)]
+    dx, dinitial = launch_plan(
+        _backward_kernel, plan, "logcumsumexp_backward", shapes, *arrays, column, *behind
     )
     shape = x.shape[: params.axis] + x.shape[params.axis + 1 :]
     return dx.reshape(x.shape), dinitial.reshape(shape)
@@ -73,14 +68,8 @@ def _totals(plan: Plan, arrays: list[jax.Array]) -> Pair:
 
     A gradient w below pivot p grows with exp(-p), so its pair is (-p, w).
     """
-    p, w = launch(
-        partial(_totals_kernel, plan=plan),
-        *arrays,
-        name="logcumsumexp_backward_totals",
-        grid=plan.view.grid,
-        out_shape=segments.shapes(plan.view.s),
-        num_warps=plan.c.num_warps,
-    )
+    shapes = segments.shapes(plan.view.s)
+    p, w = launch_plan(_totals_kernel, plan, "logcumsumexp_backward_totals", shapes, *arrays)
     return p, w
 
 
@@ -156,7 +145,7 @@ def _tile(ranges: Segments, first: Any, state: State, grad: State, refs: Refs) -
 
     def plain() -> State:
         e = exponentials(x, grad.pivot)
-        sums, total = running_sums(e, state.at(grad.pivot)[0], reverse=mirrored)
+        sums, total = running_sums(e, rescaled(state, grad.pivot)[0], reverse=mirrored)
         share = do * inverse(sums)
         if dx_ref is None:
             whole = sum_of(share)
@@ -175,5 +164,4 @@ def _tile(ranges: Segments, first: Any, state: State, grad: State, refs: Refs) -
         return exact.backward(ranges, first, states, grad, refs)
 
     too_large = exact.range_too_large(x, state, grad.pivot)
-    result: State = lax.cond(too_large, stepwise, plain)
-    return result
+    return lax.cond(too_large, stepwise, plain)

@@ -15,8 +15,8 @@ from jax import lax
 from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
 
 from pallas_ops.core import vary
-from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import gathered, reshard_like
+from pallas_ops.core.tiles import wide
 from pallas_ops.ops.logcumsumexp.config import Params
 
 SHORTEST = 16  # positions of a segment
@@ -98,8 +98,8 @@ def _pulled(
     pivot, total = (lax.index_in_dim(y, 0, params.axis, keepdims=False) for y in saved)
     dfinal = jnp.zeros_like(total) if dfinal is None else dfinal
     x, do = (gathered(y, params.axis) for y in (x, do))
-    run = lambda x, total: forward(x, pivot, total, params=params)  # noqa: E731
-    dx, dtotal = jax.vjp(run, x, total)[1]((do, dfinal))
+    pull = jax.vjp(lambda x, total: forward(x, pivot, total, params=params), x, total)[1]
+    dx, dtotal = pull((do, dfinal))
     return dx, total, dtotal
 
 

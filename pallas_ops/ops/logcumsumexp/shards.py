@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import shards, vary
+from pallas_ops.core.tiles import along
 from pallas_ops.ops.logcumsumexp.config import Params
 from pallas_ops.ops.logcumsumexp.reference import State, finite, pair_of, pair_of_nothing
 from pallas_ops.scan.segments import Pair, added
@@ -108,7 +109,7 @@ class Shard:
         From the pair that the first shard starts from, and those of all, in order [shards, ..].
         """
         p, t = states
-        earlier = _along(jnp.arange(self.count) < self.number, p)
+        earlier = along(jnp.arange(self.count) < self.number, p)
         before = added(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
         operands = vary.unify(x, *_choose(self.number == 0, start, before))
         out, _, *saved = self.run(name, *operands)
@@ -141,11 +142,6 @@ def _choose(condition: jax.Array, ours: Any, others: Any) -> Any:
 
 def _below(pivot: jax.Array, p: jax.Array, u: jax.Array, among: jax.Array) -> jax.Array:
     """The sum of some of the gradients u, each below one of p, as a gradient below `pivot`."""
-    among = _along(among, u)
+    among = along(among, u)
     factor = jnp.exp(jnp.where(among, pivot[None] - p, -jnp.inf))
     return jnp.where(among, u * factor, 0).sum(axis=0)
-
-
-def _along(flags: jax.Array, x: jax.Array) -> jax.Array:
-    """Flags beside the first axis of x."""
-    return lax.expand_dims(flags, range(1, x.ndim))

@@ -7,33 +7,27 @@ Values of a range and column are arrays [ranges, columns]; those of a tile are
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_ops.core import fastmath, launch
 from pallas_ops.core.fastmath import LOG2E, exp2, larger, log2, multiply_add, reciprocal
-from pallas_ops.core.tiles import Ref
+from pallas_ops.core.tiles import HUGE, Ref
 from pallas_ops.ops.logcumsumexp.config import Plan, num_steps
-from pallas_ops.ops.logcumsumexp.reference import clamp
+from pallas_ops.ops.logcumsumexp.reference import State, clamp
 from pallas_ops.scan.running import GROUPS, STEPS
 from pallas_ops.scan.segments import Pair
 from pallas_ops.scan.tile import Ranges, Tile, loop, per_range
 
 LN2 = math.log(2)
-HUGE = float(jnp.finfo(jnp.float32).max)
 
 
-class State(NamedTuple):
-    pivot: jax.Array
-    total: jax.Array
-    error: jax.Array
-
-    def at(self, pivot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Total and compensation term below another pivot."""
-        factor = exp2((self.pivot - pivot) * LOG2E)
-        return self.total * factor, self.error * factor
+def rescaled(state: State, pivot: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Total and compensation term below another pivot."""
+    factor = exp2((state.pivot - pivot) * LOG2E)
+    return state.total * factor, state.error * factor
 
 
 def state_of(pair: Pair) -> State:

@@ -26,8 +26,7 @@ class Activation(NamedTuple):
 def activate(act: str, x: jax.Array, softmax: Softmax) -> jax.Array:
     """act(x) of a tile; only the softmax over the sequence reads `softmax`."""
     if act == SOFTMAX_SEQUENCE:
-        a: jax.Array = exp2((x - softmax.pivot) * LOG2E) * softmax.share
-        return a
+        return exp2((x - softmax.pivot) * LOG2E) * softmax.share
     if act == SOFTMAX_FEATURES:
         e = exp2((x - x.max(axis=1, keepdims=True)) * LOG2E)
         return e * reciprocal(e.sum(axis=1, keepdims=True))

@@ -18,6 +18,7 @@ from pallas_ops.core import launch
 from pallas_ops.core.fastmath import multiply_add, ptx
 
 INVERSE_TURN = 1 / (2 * math.pi)
+PIECES = 2607 / 2**14, 2435 / 2**26, 3529 / 2**39  # three numbers of 12 bits: most of INVERSE_TURN
 # A float32 that has one of these added and subtracted again is a whole number. With ROUNDER it is
 # the nearest one, for numbers up to 2**22; beyond, negative numbers keep fractions. With
 # LARGE_ROUNDER it is one of the nearest three, for numbers up to 1.49 * 2**23.
@@ -77,7 +78,7 @@ def _turns_jvp(
 
 def exact_frequency(theta: jax.Array) -> tuple[jax.Array, jax.Array]:
     """theta / (2 pi) as the sum of two float32, within 2**-45 of it."""
-    first, second, third, rest = _pieces(INVERSE_TURN)
+    (first, second, third), rest = PIECES, INVERSE_TURN - sum(PIECES)
     high, low = _halves(theta)
     middle, error = _two_sum(high * second, low * first)
     total, carry = _two_sum(high * first, middle)
@@ -187,13 +188,3 @@ def _two_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     total = x + y
     rounded_y = total - x
     return total, (x - (total - rounded_y)) + (y - rounded_y)
-
-
-def _pieces(value: float) -> tuple[float, ...]:
-    """Three numbers of 12 bits and a rest, whose sum is `value`."""
-    pieces = []
-    for _ in range(3):
-        unit = 2.0 ** (math.frexp(value)[1] - 12)
-        pieces.append(math.floor(value / unit) * unit)
-        value -= pieces[-1]
-    return *pieces, value

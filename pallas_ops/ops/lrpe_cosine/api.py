@@ -9,9 +9,9 @@ from jax.typing import ArrayLike
 
 from pallas_ops.core import checks, forward_mode, partition, vary
 from pallas_ops.core.dispatch import Implementation
-from pallas_ops.core.dtypes import wide
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import signature
+from pallas_ops.core.tiles import wide
 from pallas_ops.ops.lrpe_cosine import reference, refusals, vjp
 from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig, Params
 from pallas_ops.ops.lrpe_cosine.reference import Act, Layout

@@ -29,6 +29,7 @@ from pallas_ops.ops.lrpe_cosine.config import (
     plan_of,
     storing_stages,
 )
+from pallas_ops.scan.segments import added
 
 
 def forward(o: Operands, *, p: Params, save: bool = False) -> tuple[jax.Array, ...]:
@@ -56,8 +57,7 @@ def softmax(o: Operands, *, p: Params) -> tuple[jax.Array, jax.Array]:
     plan = plan_of(p, o)
     out = [_feature_struct(plan, plan.parts)] * 2
     pivots, totals = _run(kernel_walk.softmax, plan, o, out, "_softmax")
-    pivot = pivots.max(axis=0, keepdims=True)
-    return pivot[0], (totals * jnp.exp(pivots - pivot)).sum(axis=0)
+    return added((pivots, totals), axis=0)
 
 
 def mean(o: Operands, *, p: Params) -> tuple[jax.Array]:

@@ -15,13 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.fastmath import LOG2E, exp2, multiply_add
-from pallas_ops.core.tiles import Ref, split_evenly
+from pallas_ops.core.tiles import HUGE, Ref, split_evenly
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.lrpe_cosine.activation import activate, pull
 from pallas_ops.ops.lrpe_cosine.config import Operands, Plan, Softmax
 from pallas_ops.ops.lrpe_cosine.tiles import Angles, Tile, features, load_softmax, store_at
-
-HUGE = float(jnp.finfo(jnp.float32).max)
 
 
 class Walk:

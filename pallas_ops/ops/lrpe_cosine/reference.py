@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
 
-from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import reshard_like
+from pallas_ops.core.tiles import wide
 from pallas_ops.ops.lrpe_cosine import angles
 from pallas_ops.ops.lrpe_cosine.activation import ACTIVATIONS
 from pallas_ops.ops.lrpe_cosine.config import Operands, Params
@@ -57,8 +57,7 @@ def _activated(p: Params, x: jax.Array, o: Operands) -> jax.Array:
     """act(x), by a softmax's pivot and share if they are given."""
     if o.pivot is not None:
         pivot, share = (jnp.expand_dims(y, p.tokens_axis) for y in (o.pivot, o.share))
-        a: jax.Array = jnp.exp(x - pivot) * share
-        return a
+        return jnp.exp(x - pivot) * share
     if p.act not in ACTIVATIONS:
         return jax.nn.softmax(x, axis=p.tokens_axis if p.over_sequence else 3)
     return ACTIVATIONS[p.act].reference(x)
@@ -126,4 +125,4 @@ def _pulled(p: Params, o: Operands, x: jax.Array) -> jax.Array:
     turn = _angles(p, o) if o.cached is None else o.cached
     pull = jax.vjp(lambda x: _rotated(p, o, x, turn), x.astype(turn.dtype))[1]
     (dx,) = pull(o.dout.astype(turn.dtype))
-    return dx  # type: ignore[no-any-return]
+    return dx

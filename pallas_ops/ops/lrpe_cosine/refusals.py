@@ -22,7 +22,6 @@ from pallas_ops.ops.lrpe_cosine.config import (
 )
 
 Struct = jax.ShapeDtypeStruct
-ACTS = (*ACTIVATIONS, "softmax")
 
 
 def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
@@ -95,7 +94,7 @@ def params(
     axes.check("x", x, *(("B N H D", "B N D") if layout == "BNHD" else ("B H N D",)))
     num_axes = len(shape or ()) if on_grid else 1
     if positions is not None:
-        num_axes = _check_positions(positions, axes.sizes, num_axes, on_grid=on_grid)
+        num_axes = _check_positions(positions, axes, num_axes, on_grid=on_grid)
     of_theta = _check_theta(theta, axes.sizes, num_axes)
     n, d = axes.sizes["N"], axes.sizes["D"]
     if shape is not None and num_prefix_tokens + math.prod(shape) != n:
@@ -104,9 +103,13 @@ def params(
             f"num_prefix_tokens + prod(shape) = N = {n}"
         )
     kind = _act(act, axis, len(x.shape), layout)
-    sizes = axes.sizes | {"E": theta.shape[1]}
     if config is not None:
         _check_config(config, kind, d)
+    sizes = axes.sizes | {"E": theta.shape[1], "N * H": n * axes.sizes.get("H", 1)}
+    implementation = implementations.kernel_or_reference(implementation, x.dtype, sizes)
+    if implementation != "xla" and kind == SOFTMAX_FEATURES and d > WIDEST:
+        of = f"a softmax over {d} features"
+        implementation = implementations.reference_instead(implementation, of)
     batch_offset = offset is not None and offset.shape != (1,)
     batch_positions = positions is not None and len(positions.shape) > 1 + on_grid
     return Params(
@@ -118,35 +121,23 @@ def params(
         heads_first=layout == "BHND",
         per_batch=batch_offset or batch_positions,
         axis_name=axis_name,
-        implementation=_implementation(implementation, x.dtype, sizes, kind),
+        implementation=implementation,
         config=config,
     )
 
 
-def _implementation(
-    implementation: Implementation | None, dtype: Any, sizes: dict[str, int], act: str
-) -> Implementation | None:
-    """The reference where no kernel serves, else the implementation asked for."""
-    rows = {"N * H": sizes["N"] * sizes.get("H", 1)}
-    chosen = implementations.kernel_or_reference(implementation, dtype, sizes | rows)
-    if chosen != "xla" and act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
-        return implementations.reference_instead(chosen, f"a softmax over {sizes['D']} features")
-    return chosen
-
-
-def _check_positions(x: Struct, sizes: dict[str, int], num_axes: int, *, on_grid: bool) -> int:
+def _check_positions(x: Struct, axes: checks.Axes, num_axes: int, *, on_grid: bool) -> int:
     """The number of axes that positions have, given that of the grid (0 if there is no grid)."""
     real = jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)
     if not real:
         raise TypeError(f"positions.dtype is '{x.dtype}'; accepted: integers or floating numbers")
-    known = checks.Axes()
-    known.learn("x", B=sizes["B"], N=sizes["N"])
     if num_axes:
-        known.learn("shape", K=num_axes)
-    known.check("positions", x, *(("N K", "B N K") if on_grid else ("N", "B N")))
-    if not isinstance(known.sizes["K"], int):
+        axes.learn("shape", K=num_axes)
+    axes.check("positions", x, *(("N K", "B N K") if on_grid else ("N", "B N")))
+    count = axes.sizes.pop("K")
+    if not isinstance(count, int):
         raise ValueError(f"positions.shape is {x.shape}; accepted: symbolic sizes, but not for K")
-    return known.sizes["K"]
+    return count
 
 
 def _check_theta(theta: Struct, sizes: dict[str, int], num_axes: int) -> str:
@@ -168,7 +159,7 @@ def _check_theta(theta: Struct, sizes: dict[str, int], num_axes: int) -> str:
 
 
 def _act(act: Any, axis: Any, rank: int, layout: str) -> str:
-    checks.one_of("act", act, ACTS)
+    checks.one_of("act", act, (*ACTIVATIONS, "softmax"))
     if act != "softmax":
         if axis is not None:
             raise ValueError(f"axis is {axis!r} and act {act!r}; accepted: None, but for softmax")

@@ -19,11 +19,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_ops.core import partition, shards, vary
+from pallas_ops.core import checks, partition, shards, vary
 from pallas_ops.core.dispatch import Op, Run
 from pallas_ops.core.partition import TypeOf, reshard_like
 from pallas_ops.ops.lrpe_cosine import kernel, reference
 from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, Operands, Params
+from pallas_ops.scan.segments import added
 
 RESIDUALS = "pallas_ops.lrpe_cosine"
 
@@ -80,9 +81,7 @@ def _of_shard(
     if p.over_sequence and o.pivot is None:
         own = jnp.stack(run(op("softmax", p), *Operands(o.x), p=p))
         every = shards.gather(own, axis_name)
-        pivots, totals = every[:, 0], every[:, 1]
-        pivot = pivots.max(axis=0)
-        total = (totals * jnp.exp(pivots - pivot[None])).sum(axis=0)
+        pivot, total = added((every[:, 0], every[:, 1]), axis=0)
         o = o._replace(pivot=pivot, share=1 / total)
     o = Operands(*vary.unify(*o))
     if p.over_sequence and o.mean is None and name in ("backward", "gradients"):
@@ -124,6 +123,7 @@ def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
 
 
 def _backward(p: Params, saved: Any, dout: Any):  # type: ignore[no-untyped-def]
+    checks.axis_name(p.axis_name)  # JAX forgets that of a `jax.vmap` before this rule runs
     of_x, x, where, cached, (pivot, share), wanted_shape = saved
     wants_dx, wants_dtheta, _, wants_dpositions = wanted_shape.shape[1:]
     if isinstance(dout, SymbolicZero):

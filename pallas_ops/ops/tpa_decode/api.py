@@ -11,9 +11,9 @@ from jax.typing import ArrayLike
 
 from pallas_ops.core import checks, forward_mode, vary
 from pallas_ops.core.dispatch import Implementation
-from pallas_ops.core.dtypes import wide
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.signatures import signature
+from pallas_ops.core.tiles import wide
 from pallas_ops.ops.tpa_decode import reference, refusals, vjp
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Precision, TpaDecodeConfig
 
@@ -191,8 +191,9 @@ def evaluate(
     attention: Callable[[Params, Operands], Any] = vjp.attention,
 ) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp."""
-    o, dtype = reference.with_ranks(operands), operands.aq.dtype
-    full, (score_scale, value_scale) = jnp.dtype(wide(dtype)), scales
+    o = operands.with_cache(lambda x: x[:, :, None] if x.ndim == 3 else x)  # of one rank
+    dtype, (score_scale, value_scale) = operands.aq.dtype, scales
+    full = jnp.dtype(wide(dtype))
     if score_scale is not None:
         o = o._replace(aq=o.aq.astype(full) * score_scale.astype(full))
         o = o._replace(bq=None if o.bq is None else o.bq.astype(full))

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_ops.core import checks
-from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import is_explicit
+from pallas_ops.core.tiles import wide
 from pallas_ops.ops.tpa_decode.reference import as_int32
 
 Tree = TypeVar("Tree")
@@ -52,6 +52,7 @@ def tpa_append(
     checks.integers("lengths", lengths)
     if table is not None:
         checks.integers("page_table", table)
+        table = as_int32(table)  # narrower integers may not hold the number of pages
     trees: Any = jax.tree.structure(cache), jax.tree.structure(new)
     if trees[0] != trees[1]:
         raise ValueError(f"new is a tree {trees[1]}; accepted: one like that of cache, {trees[0]}")
@@ -69,11 +70,9 @@ def tpa_append(
             raise TypeError(
                 f"new{name}.dtype is '{tokens.dtype}'; accepted: that of the cache, {old.dtype}"
             )
-        result: jax.Array = _append(old, tokens, lengths, table)
-        return result
+        return _append(old, tokens, lengths, table)
 
-    written: Tree = jax.tree.map_with_path(write, cache, new)
-    return written
+    return jax.tree.map_with_path(write, cache, new)
 
 
 @partial(jax.jit, inline=True)
@@ -99,12 +98,8 @@ def _written(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
 
     Where types say how the cache is split, each device writes into its own part.
     """
-
-    def write(row: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
-        return row.at[place].set(tokens, mode="drop", unique_indices=True)
-
     # As a batched scatter, which stays sharded along the batch.
-    write_rows = jax.vmap(write)
+    write_rows: Any = jax.vmap(lambda row, i, x: row.at[i].set(x, mode="drop", unique_indices=True))
     if not is_explicit(old):
         return write_rows(old, place, tokens)
     sharding = jax.typeof(old).sharding
@@ -120,10 +115,9 @@ def _written(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
     specs = sharding.spec, P(rows), P(rows, None, *others)
     to = (NamedSharding(sharding.mesh, spec) for spec in specs)
     operands = map(jax.sharding.reshard, (old, place, tokens), to)
-    written: jax.Array = jax.shard_map(
-        write_own, mesh=sharding.mesh, in_specs=specs, out_specs=specs[0]
-    )(*operands)
-    return written
+    return jax.shard_map(write_own, mesh=sharding.mesh, in_specs=specs, out_specs=specs[0])(
+        *operands
+    )
 
 
 def quantize_tpa_factors(
@@ -161,8 +155,7 @@ def quantize_tpa_factors(
         raise ValueError(
             f"b.shape is {b.shape}; accepted: [..., D] with the leading axes of a.shape {a.shape}"
         )
-    factors: tuple[jax.Array, jax.Array] = _quantised(a, b, narrow)
-    return factors
+    return _quantised(a, b, narrow)
 
 
 @partial(jax.jit, static_argnums=2, inline=True)

@@ -135,7 +135,7 @@ def queries_of_pass(s: Sizes, card: Card) -> int:
 def fit(
     s: Sizes, c: TpaDecodeConfig, bytes_of: Callable[..., int], card: Card, *, least: int
 ) -> TpaDecodeConfig | None:
-    """`c` with the largest block of keys, then the most stages, that fit in shared memory."""
+    """`c` in shared memory: with half the keys a block, again and again, then with fewer stages."""
     while bytes_of(s, c) > card.shared_memory:
         if c.block_m > least:
             c = dataclasses.replace(c, block_m=c.block_m // 2)

@@ -68,7 +68,7 @@ class Operands(NamedTuple):
     def m(self) -> int:
         """The keys of a row."""
         pages: int = 1 if self.page_table is None else self.page_table.shape[1]
-        return self.ak.shape[1] * pages  # type: ignore[no-any-return]
+        return self.ak.shape[1] * pages
 
     def with_cache(self, of: Callable[[Any], Any]) -> "Operands":
         """The same, with `of` applied to each of the cache's factors."""

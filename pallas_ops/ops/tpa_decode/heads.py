@@ -35,7 +35,7 @@ def load(keys: Keys, rows: Rows, ref: Any, ranks: int) -> jax.Array:
         x = x.swapaxes(1, 2).reshape(-1, x.shape[1])
     else:
         x = tiles.load(ref, *keys.heads(rows, ranks)).T
-    return rows.spread(x.astype(jnp.float32), 0)
+    return rows.repeat_for_queries(x.astype(jnp.float32), 0)
 
 
 def load_ranks(keys: Keys, rows: Rows, ref: Any, ranks: int) -> list[jax.Array]:
@@ -48,7 +48,7 @@ def load_ranks(keys: Keys, rows: Rows, ref: Any, ranks: int) -> list[jax.Array]:
         x = _groups(keys, rows, ref, ranks)
         x = x.swapaxes(0, 1).reshape(x.shape[1], -1)
     xs = of_ranks(x, ranks)
-    return [rows.spread(x.astype(jnp.float32), 2) for x in xs]
+    return [rows.repeat_for_queries(x.astype(jnp.float32), 2) for x in xs]
 
 
 def _gather(block: jax.Array, rows: Rows, entry: jax.Array, column: jax.Array) -> jax.Array:

@@ -18,14 +18,14 @@ from pallas_ops.core import card
 from pallas_ops.core.backend import NoKernelError, plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, power_of_two
+from pallas_ops.core.tiles import HUGE, Ref, power_of_two
 from pallas_ops.ops.tpa_decode import heads, prompt
 from pallas_ops.ops.tpa_decode.choose import choose
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, key_range, look_up
 from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
 from pallas_ops.ops.tpa_decode.merge import merge
-from pallas_ops.ops.tpa_decode.tiles import LOWEST, Plan, Rows, per_batch, per_split, store
+from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, per_batch, per_split, store
 from pallas_ops.ops.tpa_decode.words import join, pack, split, times
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators
@@ -61,7 +61,9 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
         out_shape=results,
         num_warps=c.num_warps,
         # Triton shares the stages out between two copies in a row, of the table and of its pages.
-        num_stages=c.num_stages if s.pages is None or plan.looks_ahead else 2 * c.num_stages - 1,
+        num_stages=c.num_stages
+        if s.pages is None or plan.prefetches_pages
+        else 2 * c.num_stages - 1,
     )
     if splits > 1:
         # Blocks of one size add up in one order, however many splits the cache's size makes.
@@ -100,11 +102,11 @@ def _forward_kernel(
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
     ahead = partial(_ahead, plan, ak_ref, av_ref, table_ref, stop, limit)
 
-    def step(i: jax.Array, carry: Carry, *, all_count: bool = False) -> Carry:
+    def step(i: jax.Array, carry: Carry, *, all_valid: bool = False) -> Carry:
         loaded, states = carry
-        pages = loaded if plan.looks_ahead else None
-        keys = Keys(plan, i, limit, first_key, table_ref, pages, all_count=all_count)
-        ak, av = loaded if plan.loads_ahead else heads.sources(keys, ak_ref, av_ref)
+        pages = loaded if plan.prefetches_pages else None
+        keys = Keys(plan, i, limit, first_key, table_ref, pages, all_valid=all_valid)
+        ak, av = loaded if plan.prefetches_heads else heads.sources(keys, ak_ref, av_ref)
         loaded = ahead(i + 1)
         inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
         if bq is not None:  # [queries x ranks, entries]
@@ -124,10 +126,10 @@ def _forward_kernel(
     has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
     may_end_early = not isinstance(limit, int) or limit % plan.c.block_m
     if has_wide_tile and may_end_early and plan.p.window is None and not plan.gathers:
-        # Blocks of which all keys count come first. Where a block may end early ptxas makes these
+        # Blocks whose keys are all valid come first. Where a block may end early ptxas makes these
         # tiles' asynchronous products (wgmma) wait for one another: 8 to 11 % of the time.
         whole = jnp.minimum(stop, limit // plan.c.block_m)
-        carry = lax.fori_loop(start, whole, partial(step, all_count=True), carry)
+        carry = lax.fori_loop(start, whole, partial(step, all_valid=True), carry)
         start = jnp.maximum(start, whole)
     _, states = lax.fori_loop(start, stop, step, carry)
     for rows, state in zip(tiles, states, strict=True):
@@ -138,9 +140,9 @@ def _ahead(
     plan: Plan, ak_ref: Ref, av_ref: Ref, table_ref: Ref | None, stop: Any, limit: Any, i: Any
 ) -> Any:
     """What step i takes that is loaded one step before: pages, or head factors."""
-    if plan.looks_ahead:
+    if plan.prefetches_pages:
         return look_up(plan, i, table_ref, limit)
-    if plan.loads_ahead:
+    if plan.prefetches_heads:
         return heads.sources(Keys(plan, i, limit), ak_ref, av_ref, i < stop)
     return None
 
@@ -191,6 +193,6 @@ def _store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> 
 
 
 def _empty(plan: Plan, rows: Rows) -> State:
-    row_max = jnp.full((len(rows.index),), LOWEST, jnp.float32)
+    row_max = jnp.full((len(rows.index),), -HUGE, jnp.float32)
     acc = jnp.zeros((len(rows.index), plan.s.tile_e // plan.s.parts), jnp.float32)
     return row_max, jnp.zeros_like(row_max), [acc] * plan.s.parts

@@ -86,10 +86,10 @@ def _backward_kernel(
     start, stop = part(pl.program_id(0), c.num_splits, pl.cdiv(s.m, c.block_m))
 
     def step(i: jax.Array, dqs: list[jax.Array]) -> list[jax.Array]:
-        # Blocks without keys that count are stored, too, as zeros; nothing is loaded for them.
+        # Blocks without valid keys are stored, too, as zeros; nothing is loaded for them.
         keys = Keys(plan, i, limit, first_key)
         stored = Keys(plan, i, s.m)
-        ak, av = heads.sources(keys, ak_ref, av_ref, keys.some_count)
+        ak, av = heads.sources(keys, ak_ref, av_ref, keys.any_valid)
         bk = load(bk_ref, *keys.features(s.rk, s.d))
         bv = load(bv_ref, *keys.features(s.rv, s.e))
         inner = bk if bq is None else plan.dot(bk, bq.T)
@@ -98,10 +98,10 @@ def _backward_kernel(
         new_dqs = []
         for q, dq in zip(queries, dqs, strict=True):
             p, ds, u, t, ak_ranks, av_ranks = _scores(q, keys, length, ak, av, inner, bv)
-            dav = q.rows.gather(join_ranks([p * x for x in t])) * plan.p.value_scale
+            dav = q.rows.sum_over_queries(join_ranks([p * x for x in t])) * plan.p.value_scale
             dav = dav.astype(dav_ref.dtype)
             dbv = plan.dot(join_ranks([p * x for x in av_ranks]), q.dout, dbv)
-            dak = q.rows.gather(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
+            dak = q.rows.sum_over_queries(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
             g = join_ranks([ds * x for x in ak_ranks])
             dinner = plan.dot(g, q.aq, dinner)
             new_dqs.append(plan.dot(bk.T, g, dq))
@@ -165,7 +165,7 @@ def _store_queries(
         if bq is None:
             store(daq_ref, dq.T, *q.rows.whole(s.d))
             continue
-        daq = jnp.where(q.rows.own, plan.dot(bq, dq).T, 0.0)
+        daq = jnp.where(q.rows.own_ranks, plan.dot(bq, dq).T, 0.0)
         daq = daq.reshape(-1, plan.c.block_n, s.tile_r).sum(axis=1)
         store(daq_ref, daq, *q.rows.whole(s.r))
         dbq = plan.dot(dq, q.aq, dbq)

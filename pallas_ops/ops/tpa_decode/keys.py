@@ -18,11 +18,11 @@ from pallas_ops.ops.tpa_decode.words import widen
 
 
 class Keys:
-    """One step's keys, of which those from `first` to before `stop` count, or all do.
+    """One step's keys, of which those from `first` to before `stop` are valid, or all are.
 
     An entry is one rank of one key. Tiles hold a power of two of ranks a key. In place of a key
-    that does not count, the nearest one that does is loaded (there must be one), or none (`masked`,
-    as for stores). With a page table [pages], key m is at place m % size of page table[m // size].
+    that is not valid, the nearest valid one is loaded (there must be one), or none (`masked`, as
+    for stores). With a page table [pages], key m is at place m % size of page table[m // size].
     `pages` are those of this block, if they were looked up before.
 
     Backward, entries come in octets: eight keys of one rank, the same eight of the next one, ...
@@ -39,30 +39,30 @@ class Keys:
         table_ref: Ref | None = None,
         pages: list[jax.Array] | None = None,
         *,
-        all_count: bool = False,
+        all_valid: bool = False,
     ) -> None:
         self.plan, self.stop, self.table_ref, self.pages = plan, stop, table_ref, pages
         self.first = None if isinstance(first, int) and first == 0 else first
         self.begin = step * plan.c.block_m
         whole = isinstance(stop, int) and stop % plan.c.block_m == 0 and self.first is None
-        self.all_count = all_count or whole
+        self.all_valid = all_valid or whole
         # Masks are the faster ones where two tiles load of one contiguous cache, by 10 %.
         self.masked = plan.backward or (len(plan.tiles) > 1 and table_ref is None)
         self.index = self.begin + self._spread(span(plan.c.block_m))
-        self.inside = self._count(self.index)
+        self.inside = self._are_valid(self.index)
         # Each tile of heads asks for them.
         self.entries = functools.cache(self._entries)
         self.entries_of_block = functools.cache(self._entries_of_block)
 
-    def _count(self, index: jax.Array) -> jax.Array:
-        if self.all_count:
+    def _are_valid(self, index: jax.Array) -> jax.Array:
+        if self.all_valid:
             return jnp.full(index.shape, True)
         inside = index < self.stop
         return inside if self.first is None else inside & (index >= self.first)
 
     @property
-    def some_count(self) -> jax.Array:
-        """Whether any key of the block does."""
+    def any_valid(self) -> jax.Array:
+        """Whether any key of the block is."""
         end, some = self.begin + self.plan.c.block_m, self.begin < self.stop
         return some if self.first is None else some & (end > self.first)
 
@@ -103,8 +103,8 @@ class Keys:
             octet, place = grouped(self.plan.c.block_m * size // 8, 8)
             key, rank = octet // size * 8 + place, octet % size
         key = self.index if ranks == 1 else self._spread(key) + self.begin
-        exists = self._count(key) if self.masked else jnp.full(key.shape, True)
-        if not self.masked and not self.all_count:
+        exists = self._are_valid(key) if self.masked else jnp.full(key.shape, True)
+        if not self.masked and not self.all_valid:
             key = jnp.minimum(key, self.stop - 1)
             key = key if self.first is None else jnp.maximum(key, self.first)
         return key, rank, exists & (rank < ranks)
@@ -168,7 +168,7 @@ class Keys:
 
 
 def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array]:
-    """The pages of a block; those behind the last key that counts are not read."""
+    """The pages of a block; those behind the last valid key are not read."""
     assert plan.s.pages is not None
     number, size = plan.s.pages
     first = lax.div(step * plan.c.block_m, size)

@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, power_of_two, span
+from pallas_ops.core.tiles import HUGE, Ref, power_of_two, span
 from pallas_ops.ops.tpa_decode.config import tile
-from pallas_ops.ops.tpa_decode.tiles import LOWEST, per_batch, store
+from pallas_ops.ops.tpa_decode.tiles import per_batch, store
 
 
 def merge(
@@ -63,7 +63,7 @@ def _merge_kernel(
         k = first + span(block)
         inside = (k < splits)[:, None] & (i < rows)[None, :]
         lse = plgpu.load(lse_ref.at[k[:, None], i[None, :]], mask=inside, other=-jnp.inf) * LOG2E
-        top = jnp.maximum(lse.max(axis=0), LOWEST)
+        top = jnp.maximum(lse.max(axis=0), -HUGE)
         weight = jnp.exp2(lse - top[None, :])
         place = k[:, None, None], i[None, :, None], j[None, None, :]
         mask = inside[:, :, None] & (j < e)[None, None, :]

@@ -9,9 +9,9 @@ from jax import lax
 from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_ops.core.dtypes import wide
 from pallas_ops.core.partition import is_explicit
 from pallas_ops.core.shards import Names, gather
+from pallas_ops.core.tiles import wide
 from pallas_ops.ops.tpa_decode.config import Operands, Params
 
 Scale = float | jax.Array
@@ -22,11 +22,6 @@ def _einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
     if x.dtype != y.dtype:
         x, y = x.astype(wide(x.dtype)), y.astype(wide(y.dtype))
     return jnp.einsum(formula, x, y, precision="highest", preferred_element_type=wide(x.dtype))
-
-
-def with_ranks(o: Operands) -> Operands:
-    """[B, M, x] as [B, M, 1, x]: one key or value rank."""
-    return o.with_cache(lambda x: x[:, :, None] if x.ndim == 3 else x)
 
 
 def scales(sizes: Sequence[int], given: Sequence[Scale | None]) -> tuple[Scale, Scale]:

@@ -97,12 +97,13 @@ def _check_dtypes(o: Operands) -> None:
     for name, x in arrays.items():
         if name not in ("bk", "bv") or x.dtype not in QUANTISED:
             checks.floating(name, x)
-    checks.same_dtype("ak", "av", arrays=arrays)
-    checks.same_dtype("bk", "bv", arrays=arrays)
-    if o.bk.dtype not in QUANTISED:
-        checks.same_dtype("ak", "bk", arrays=arrays)
-    if o.bq is not None:
-        checks.same_dtype("aq", "bq", arrays=arrays)
+    for first, second in (("ak", "av"), ("bk", "bv"), ("ak", "bk"), ("aq", "bq")):
+        want, given = (getattr(o, name) for name in (first, second))
+        may_differ = given is None or (second == "bk" and given.dtype in QUANTISED)
+        if not may_differ and given.dtype != want.dtype:
+            raise TypeError(
+                f"{second}.dtype is '{given.dtype}'; accepted: that of {first}, {want.dtype}"
+            )
     query, cache = o.aq.dtype, o.ak.dtype
     if query != cache and not (query == jnp.float32 and cache.itemsize == 2):
         raise TypeError(

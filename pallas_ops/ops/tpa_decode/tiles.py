@@ -13,8 +13,6 @@ from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
 from pallas_ops.ops.tpa_decode.matmul import Pieces, dot
 
-LOWEST = float(jnp.finfo(jnp.float32).min)
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -37,7 +35,7 @@ class Plan:
         return is_whole and self.s.gathers(self.c.block_h, backward=self.backward)
 
     @property
-    def loads_ahead(self) -> bool:
+    def prefetches_heads(self) -> bool:
         """Whether registers hold the head factors of the next step: 5 to 8 % less time.
 
         The page of a block would have to be waited for, and two tiles have no registers left.
@@ -53,7 +51,7 @@ class Plan:
         return (size - math.gcd(size, block) + block - 1) // size + 1
 
     @property
-    def looks_ahead(self) -> bool:
+    def prefetches_pages(self) -> bool:
         """Whether a step looks up the pages of the next one: for two tiles, 3 to 13 % less time."""
         return len(self.tiles) > 1 and 0 < self.pages_a_block <= 4
 
@@ -147,8 +145,8 @@ class Rows:
         self.rank_query = first_n + query
         self.rank_inside = (self.rank < s.r) & (self.rank_query < s.n)
         # Block diagonal: a row of query n meets only the ranks of query n.
-        self.own = self.query[:, None] == self.rank_query[None, :]
-        self.own &= self.inside[:, None] & self.rank_inside[None, :]
+        self.own_ranks = self.query[:, None] == self.rank_query[None, :]
+        self.own_ranks &= self.inside[:, None] & self.rank_inside[None, :]
 
     @classmethod
     def of_program(cls, plan: Plan, block: jax.Array | int) -> list["Rows"]:
@@ -165,7 +163,7 @@ class Rows:
         """[rows, queries x ranks]; without bq [rows, D]"""
         if not self.plan.s.has_bq:
             return load(ref, *self.whole(self.plan.s.d))
-        return load(ref, self.index, self.rank, self.own)
+        return load(ref, self.index, self.rank, self.own_ranks)
 
     def load_bq(self, ref: Ref | None) -> jax.Array | None:
         """[queries x ranks, D]"""
@@ -175,7 +173,7 @@ class Rows:
         mask = self.rank_inside[:, None] & (d < self.plan.s.d)[None, :]
         return load(ref, self.rank_query * self.plan.s.r + self.rank, d, mask)
 
-    def spread(self, x: jax.Array, axis: int) -> jax.Array:
+    def repeat_for_queries(self, x: jax.Array, axis: int) -> jax.Array:
         """A tile whose `axis` is heads as one whose `axis` is rows, the same for every query."""
         n, shape = self.plan.c.block_n, list(x.shape)
         if n == 1:
@@ -184,7 +182,7 @@ class Rows:
         x = jnp.broadcast_to(jnp.expand_dims(x, axis), shape)
         return x.reshape(*shape[:axis], -1, *shape[axis + 2 :])
 
-    def gather(self, x: jax.Array) -> jax.Array:
-        """[keys, rows] summed over queries, as [keys, heads]; the transpose of `spread`."""
+    def sum_over_queries(self, x: jax.Array) -> jax.Array:
+        """[keys, rows] as [keys, heads], summed; the transpose of `repeat_for_queries`."""
         n = self.plan.c.block_n
         return x if n == 1 else x.reshape(len(x), n, -1).sum(axis=1)

@@ -4,12 +4,14 @@ A word's two bytes go to two tiles: the features at even places, and those at od
 over all features is the sum of one over each.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import launch
-from pallas_ops.core.backend import plgpu
+from pallas_ops.core.fastmath import assembly
 from pallas_ops.core.tiles import stack, unstack
 
 # One byte of each of two words ($1) as two bfloat16 ($0). In bfloat16, 0x4300 is 128, with seven
@@ -43,6 +45,7 @@ _TIMES = """{
 mov.b32 zeros, 0x80008000;
 fma.rn.bf16x2 $0, $1, $2, zeros;
 }"""
+_of_pairs = partial(assembly, dtype=jnp.bfloat16, pack=2)
 _WIDEN = {"int8": (_INT8 % 0, _INT8 % 8), "float8_e4m3fn": (_FLOAT8 % (0, 2), _FLOAT8 % (1, 3))}
 
 
@@ -72,14 +75,3 @@ def times(x: jax.Array, y: jax.Array) -> jax.Array:
     """The product in bfloat16 of what is rounded to it first, two numbers at once."""
     x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
     return x * y if launch.is_interpreted() else _of_pairs(_TIMES, x, y)
-
-
-def _of_pairs(ptx: str, *xs: jax.Array) -> jax.Array:
-    (result,) = plgpu.elementwise_inline_asm(
-        ptx,
-        args=xs,
-        constraints=",".join(["=r", *"r" * len(xs)]),
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(xs[0].shape, jnp.bfloat16)],
-    )
-    return result
