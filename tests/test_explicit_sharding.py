@@ -91,6 +91,64 @@ def test_references_keep_explicit_types(
     assert_sharded((got,), ("b n h d",), mesh, layout)
 
 
+def attend(q: jax.Array, a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
+    return pallas_ops.tpa_decode(q, a, a, None, b, b, **options)
+
+
+PAGES: Any = dict(lengths=np.array([8, 5, 0, 1]), page_table=np.arange(8).reshape(4, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize(
+    ("fn", "shapes", "layouts"),
+    [
+        (
+            lambda x, s, **kwargs: pallas_ops.logcumsumexp(x, initial_state=s, **kwargs),
+            {"b n": (4, 8), "": ()},
+            ({"b": "x"}, {}),
+        ),
+        (
+            attend,
+            {"b n h d": (4, 1, 2, 4), "b m h": (4, 8, 2), "b m d": (4, 8, 4)},
+            ({"b": "y"}, {"m": "x"}, {"m": "x"}),
+        ),
+        (
+            partial(attend, **PAGES),
+            {"b n h d": (4, 1, 2, 4), "p s h": (8, 4, 2), "p s d": (8, 4, 4)},
+            ({"b": "x"}, {}, {"p": "y"}),
+        ),
+    ],
+    ids=["state", "cache", "pages"],
+)
+def test_references_of_operands_that_are_split_differently(
+    rng: Rng, fn: Any, implementation: Any, shapes: dict[str, Any], layouts: tuple[Layout, ...]
+) -> None:
+    """Alone, and as the derivative of a derivative."""
+    mesh, xs = cpu_mesh(AxisType.Explicit), [random_array(rng, x) for x in shapes.values()]
+
+    def loss(*xs: jax.Array) -> jax.Array:
+        return jnp.square(fn(*xs, implementation=implementation)).sum()
+
+    def first(*xs: jax.Array) -> Any:
+        return jax.grad(loss, tuple(range(len(xs))))(*xs)
+
+    def second(*xs: jax.Array) -> Any:
+        total = lambda *xs: sum(jnp.square(x).sum() for x in first(*xs))  # noqa: E731
+        return first(*xs), jax.grad(total)(*xs)
+
+    want = jax.jit(second)(*xs)
+    with jax.set_mesh(mesh):
+        arrays = [
+            place(mesh, (x,), (axes,), layout)[0]
+            for x, axes, layout in zip(xs, shapes, layouts, strict=True)
+        ]
+        got = jax.jit(second)(*arrays)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(want), terms=TERMS)
+    for x, axes, layout in zip(got[0], shapes, layouts, strict=True):
+        assert_sharded((x,), (axes,), mesh, layout)
+
+
 @pytest.mark.parametrize(
     ("theta", "implementation"),
     in_turn([(1, 8), (1, 1), (2, 8), (2, 4)], ["xla", "interpret", None]),

@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import pallas_ops
+from tests.ops import cpu_mesh
+from tests.shards import assert_sharded, place
 from tests.support import (
     assert_as_good_as_reference,
     assert_close,
@@ -141,3 +144,15 @@ def test_gradients_of_eight_bits_are_refused(rng: Rng) -> None:
 
     with pytest.raises(TypeError, match="factor of dtype float8_e4m3fn; accepted: in factors that"):
         jax.grad(run)(bk)
+
+
+def test_quantised_factors_keep_explicit_types(rng: Rng) -> None:
+    mesh, layout, axes = cpu_mesh(AxisType.Explicit), {"b": "x"}, ("b m h", "b m d")
+    xs = random_array(rng, (4, 5, 2)), random_array(rng, (4, 5, 6))
+    want = pallas_ops.quantize_tpa_factors(*xs, jnp.int8)
+    with jax.set_mesh(mesh):
+        a, b = place(mesh, xs, axes, layout)
+        got = pallas_ops.quantize_tpa_factors(a, b, jnp.int8)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert_sharded(got, axes, mesh, layout)

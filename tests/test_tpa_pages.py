@@ -202,3 +202,17 @@ def test_decoding_refuses(change: dict[str, Any], error: type, message: str) -> 
     )  # fmt: skip
     with pytest.raises(error, match=message):
         pallas_ops.tpa_decode(**(given | change))
+
+
+def test_export_of_any_number(rng: Rng) -> None:
+    """One program for every number of rows, and of pages in the pool."""
+    xs, _, given = paged(rng, jnp.float32, dict(b=5, size=4, pages=3))
+    b, p = jax.export.symbolic_shape("b, p")
+    rows = [xs[0], xs[3], *given.values()]
+
+    def struct_of(x: Any) -> Any:
+        return jax.ShapeDtypeStruct((b if any(x is y for y in rows) else p, *x.shape[1:]), x.dtype)
+
+    fn: Any = jax.jit(lambda xs, given: pallas_ops.tpa_decode(*xs, **given))
+    exported = jax.export.export(fn)(*jax.tree.map(struct_of, (xs, given)))
+    assert_close(exported.call(xs, given), fn(xs, given), terms=16)

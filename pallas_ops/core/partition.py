@@ -37,12 +37,13 @@ def call(
     `alone`: the arrays are those of one device, and nothing here is differentiated. "xla" is the
     reference as it stands, which JAX differentiates.
     """
-    if implementation == "xla":
-        return op.reference(*operands, **static)
     present = tuple(x is not None for x in operands)
     bound = Bound(op, implementation, tuple(sorted(static.items())), present)
+    xs = [x for x in operands if x is not None]
+    if implementation == "xla":
+        return _reference(bound, *xs)
     run = _vmapped(bound, alone=True) if alone else _differentiable(bound)
-    return tuple(run(*(x for x in operands if x is not None)))
+    return tuple(run(*xs))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -55,10 +56,27 @@ def _differentiable(bound: Bound) -> Run:
         return run(*xs), xs
 
     def backward(xs: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
-        return tuple(jax.vjp(bound.reference, *xs)[1](tuple(cotangents)))
+        return tuple(jax.vjp(partial(_reference, bound), *xs)[1](tuple(cotangents)))
 
     run.defvjp(forward, backward)
     return run
+
+
+def _reference(bound: Bound, *xs: jax.Array) -> tuple[jax.Array, ...]:
+    """The reference, of operands that are split alike where their types say how."""
+    if any(map(is_explicit, xs)):
+        xs = tuple(map(jax.sharding.reshard, xs, _in_shardings(bound, xs)))
+    return bound.reference(*xs)
+
+
+def _in_shardings(bound: Bound, xs: Arrays) -> list[NamedSharding]:
+    """Of each operand: an axis is split in all operands as in the first one that splits it."""
+    ins, shardings = bound.axes()[0], [_sharding(x) for x in xs]
+    mesh, *others = {s.mesh for s in shardings if not s.mesh.empty}
+    if others:
+        raise ValueError(f"operands are sharded over the meshes {[mesh, *others]}; accepted: one")
+    split = split_of(bound, shardings, ins)
+    return [NamedSharding(mesh, spec(split, axes)) for axes in ins]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -111,20 +129,15 @@ def _partitioned(bound: Bound) -> Run:
 
 def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
     """The call on arrays whose types say how they are sharded (over explicit mesh axes)."""
-    ins, outs = bound.axes()
-    shardings = [jax.typeof(x).sharding for x in xs]
-    split = split_of(bound, shardings, ins)
-    mesh, *others = {s.mesh for s in shardings if not s.mesh.empty}
-    if others:
-        raise ValueError(f"operands are sharded over the meshes {[mesh, *others]}; accepted: one")
+    (ins, outs), to = bound.axes(), _in_shardings(bound, xs)
+    split = split_of(bound, to, ins)
     mapped: Run = jax.shard_map(
         _per_device(bound, split),
-        mesh=mesh,
-        in_specs=tuple(spec(split, axes) for axes in ins),
+        mesh=to[0].mesh,
+        in_specs=tuple(x.spec for x in to),
         out_specs=tuple(spec(split, axes) for axes in outs),
         check_vma=False,  # as under jit: the op says what is summed
     )
-    to = (NamedSharding(mesh, spec(split, axes)) for axes in ins)
     results = mapped(*map(jax.sharding.reshard, xs, to))
     return vary.unify(*results, *xs)[: len(results)]
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_ops.core import checks
-from pallas_ops.core.partition import is_explicit
+from pallas_ops.core.partition import is_explicit, reshard_like
 from pallas_ops.core.tiles import wide
 from pallas_ops.ops.tpa_decode.reference import as_int32
 
@@ -165,7 +165,7 @@ def _quantised(a: jax.Array, b: jax.Array, narrow: Any) -> tuple[jax.Array, jax.
     y = b.astype(wide(b.dtype))
     known = jnp.isfinite(y).all(axis=-1, keepdims=True)
     y = jnp.where(known, y, 0)
-    half, exponent = jnp.frexp(_largest(y) / top)
+    half, exponent = _frexp(_largest(y) / top)
     exponent = jnp.where(half == 0.5, exponent - 1, exponent)
     s = jnp.ldexp(jnp.ones_like(half), _in_range(exponent, a))
     y = jnp.clip(jnp.round(y / s) if is_int else y / s, -top, top)
@@ -177,12 +177,18 @@ def _in_range(exponent: jax.Array, a: jax.Array) -> jax.Array:
     """The nearest one at which a is finite and, where its dtype has exponents of 8 bits, normal."""
     info = jnp.finfo(a.dtype)
     x = jnp.abs(a.astype(wide(a.dtype)))
-    most = jnp.frexp(float(info.max) / jnp.maximum(_largest(x), 1))[1] - 1
+    most = _frexp(float(info.max) / jnp.maximum(_largest(x), 1))[1] - 1
     least = jnp.full_like(most, -126)
     if info.nexp >= 8:
         smallest = jnp.min(x, axis=-1, keepdims=True, where=x > 0, initial=1.0)
-        least = jnp.maximum(least, jnp.frexp(float(info.tiny) / smallest)[1])
+        least = jnp.maximum(least, _frexp(float(info.tiny) / smallest)[1])
     return jnp.clip(exponent, jnp.minimum(least, most), jnp.minimum(most, 127))
+
+
+def _frexp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """jnp.frexp, which forgets how x is sharded (JAX 0.12)."""
+    half, exponent = jnp.frexp(x)
+    return reshard_like(half, x), reshard_like(exponent, x)
 
 
 def _largest(x: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_ops.core.partition import is_explicit
+from pallas_ops.core.partition import gathered, is_explicit
 from pallas_ops.core.shards import Names, gather
 from pallas_ops.core.tiles import wide
 from pallas_ops.ops.tpa_decode.config import Operands, Params
@@ -79,10 +79,11 @@ def from_pages(o: Operands) -> Operands:
         spec = PartitionSpec(sharding.spec[0], None, None, *pool.spec[2:])
         to = NamedSharding(pool.mesh, spec) if is_explicit(x) else None
         # The gradients of a page that many rows share add up in float32.
-        x = x if len(x) else jnp.zeros((1, *x.shape[1:]), x.dtype)  # a pool of no pages
+        if isinstance(x.shape[0], int) and x.shape[0] == 0:  # a pool of no pages
+            x = jnp.zeros((1, *x.shape[1:]), x.dtype)
         full = x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
         rows = full.at[table].get(mode="clip", out_sharding=to).astype(x.dtype)
-        return rows.reshape(len(table), o.m, *x.shape[2:])
+        return rows.reshape(table.shape[0], o.m, *x.shape[2:])
 
     return o.with_cache(of_rows)._replace(page_table=None)
 
@@ -130,8 +131,11 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
     def of_row(row: Operands) -> Any:
         return jax.tree.map(lambda y: y[0], attend(p, jax.tree.map(lambda x: x[None], row)))
 
-    # One row of the batch at a time: what XLA makes of it does not know the batch.
-    out, lse = lax.map(of_row, o) if p.batch_invariant else attend(p, o)
+    if p.batch_invariant:
+        # One row of the batch at a time: what XLA makes of it does not know the batch.
+        out, lse = lax.map(of_row, jax.tree.map(lambda x: gathered(x, 0), o))
+    else:
+        out, lse = attend(p, o)
     return out.astype(p.out_dtype), lse
 
 
@@ -152,7 +156,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
 
 def attend(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp in float32."""
-    o, seen = of_seen_keys(p, o)
+    o, seen = of_seen_keys(p, o.with_cache(lambda x: gathered(x, 1)))
     if o.bq is None:
         score = _einsum("bnhd,bmkd->bnhkm", o.aq, o.bk)
     else:

@@ -83,9 +83,9 @@ def backward_op(has_bq: bool) -> Op:
 
 def attention(p: Params, o: Operands) -> Any:
     """out [B, N, H, E] and lse [B, N, H]; through a page table with the reference's gradient."""
-    if p.implementation == "xla":
-        return reference.forward(*o, p=p)
-    return _attention(p, o) if o.page_table is None else _call(PAGED, p, o)
+    if o.page_table is not None:
+        return _call(PAGED, p, o)
+    return _call(FORWARD, p, o) if p.implementation == "xla" else _attention(p, o)
 
 
 def _call(op: Op, p: Params, o: Operands) -> Any:
