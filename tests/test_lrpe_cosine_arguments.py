@@ -46,6 +46,11 @@ SEQUENCE = LrpeCosineConfig(block_n=4, block_d=4)
         (dict(offset=2**40), ValueError, "offset is 1099511627776; accepted: -2"),
         (dict(offset=jnp.ones(2)), TypeError, "offset.dtype is 'float32'; accepted: integers"),
         (dict(offset=jnp.arange(3)), ValueError, r"offset.shape is \(3,\); accepted: \[\] or"),
+        (
+            dict(offset=np.array([0, 2**40])),
+            ValueError,
+            r"offset has int64 beyond 2\*\*30; accepted",
+        ),
         (dict(offset=1, positions=jnp.arange(6)), ValueError, "are both given; accepted: one"),
         (
             dict(positions=jnp.arange(5)),

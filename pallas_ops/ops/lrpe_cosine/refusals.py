@@ -35,6 +35,8 @@ def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
         checks.integers("offset", array)
         if array.shape not in ((), x[:1]):
             raise ValueError(f"offset.shape is {array.shape}; accepted: [] or [B] of x.shape {x}")
+        if isinstance(value, np.ndarray) and (abs(value.astype(np.float64)) > 2**30).any():
+            raise ValueError(f"offset has {value.dtype} beyond 2**30; accepted: -2**30 to 2**30")
         array = array.astype(jnp.int32).reshape(-1)
     elif checks.is_index(value):
         index = operator.index(value)
