@@ -49,7 +49,7 @@ SEQUENCE = LrpeCosineConfig(block_n=4, block_d=4)
         (
             dict(offset=np.array([0, 2**40])),
             ValueError,
-            r"offset has int64 beyond 2\*\*30; accepted",
+            r"offset has numbers beyond 2\*\*30; accepted",
         ),
         (dict(offset=1, positions=jnp.arange(6)), ValueError, "are both given; accepted: one"),
         (

@@ -64,19 +64,21 @@ def _differentiable(bound: Bound) -> Run:
 
 def _reference(bound: Bound, *xs: jax.Array) -> tuple[jax.Array, ...]:
     """The reference, of operands that are split alike where their types say how."""
-    if any(map(is_explicit, xs)):
-        xs = tuple(map(jax.sharding.reshard, xs, _in_shardings(bound, xs)))
-    return bound.reference(*xs)
+    return bound.reference(*(_split_alike(bound, xs)[2] if any(map(is_explicit, xs)) else xs))
 
 
-def _in_shardings(bound: Bound, xs: Arrays) -> list[NamedSharding]:
-    """Of each operand: an axis is split in all operands as in the first one that splits it."""
+def _split_alike(bound: Bound, xs: Arrays) -> tuple[Any, dict[str, Axes], list[jax.Array]]:
+    """The mesh, how it splits each axis, and the operands resharded so.
+
+    An axis is split in all operands as in the first one that splits it.
+    """
     ins, shardings = bound.axes()[0], [_sharding(x) for x in xs]
     mesh, *others = {s.mesh for s in shardings if not s.mesh.empty}
     if others:
         raise ValueError(f"operands are sharded over the meshes {[mesh, *others]}; accepted: one")
     split = split_of(bound, shardings, ins)
-    return [NamedSharding(mesh, spec(split, axes)) for axes in ins]
+    to = (NamedSharding(mesh, spec(split, axes)) for axes in ins)
+    return mesh, split, [*map(jax.sharding.reshard, xs, to)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -129,16 +131,15 @@ def _partitioned(bound: Bound) -> Run:
 
 def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
     """The call on arrays whose types say how they are sharded (over explicit mesh axes)."""
-    (ins, outs), to = bound.axes(), _in_shardings(bound, xs)
-    split = split_of(bound, to, ins)
+    (ins, outs), (mesh, split, ys) = bound.axes(), _split_alike(bound, xs)
     mapped: Run = jax.shard_map(
         _per_device(bound, split),
-        mesh=to[0].mesh,
-        in_specs=tuple(x.spec for x in to),
+        mesh=mesh,
+        in_specs=tuple(spec(split, axes) for axes in ins),
         out_specs=tuple(spec(split, axes) for axes in outs),
         check_vma=False,  # as under jit: the op says what is summed
     )
-    results = mapped(*map(jax.sharding.reshard, xs, to))
+    results = mapped(*ys)
     return vary.unify(*results, *xs)[: len(results)]
 
 

@@ -139,13 +139,8 @@ def _check(
         raise TypeError(
             f"dtype is {str(dtype)!r}; accepted: None, bfloat16, float16, float32 or float64"
         )
-    if bounds is not None and (len(bounds.shape) != 1 or bounds.shape[0] == 0):
-        raise ValueError(
-            f"cu_seqlens.shape is {bounds.shape}; accepted: (S + 1,), where S sequences begin and "
-            "the last one ends"
-        )
     if bounds is not None:
-        checks.integers("cu_seqlens", bounds)
+        _check_bounds(bounds)
     dtypes = x.dtype, dtype or x.dtype
     sizes = {} if bounds is None else {"cu_seqlens": bounds.shape[0]}
     implementation = implementation_for(implementation, x.shape, axis, *dtypes, **sizes)
@@ -174,6 +169,15 @@ def _chunk_size(chunk_size: Any, length: Any) -> Any:
         if isinstance(length, int):
             return max(1, min(chunk_size, length))
     return jax.core.min_dim(chunk_size, length)
+
+
+def _check_bounds(bounds: jax.ShapeDtypeStruct) -> None:
+    if len(bounds.shape) != 1 or bounds.shape[0] == 0:
+        raise ValueError(
+            f"cu_seqlens.shape is {bounds.shape}; accepted: (S + 1,), where S sequences begin and "
+            "the last one ends"
+        )
+    checks.integers("cu_seqlens", bounds)
 
 
 def evaluate(

@@ -36,7 +36,7 @@ def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
         if array.shape not in ((), x[:1]):
             raise ValueError(f"offset.shape is {array.shape}; accepted: [] or [B] of x.shape {x}")
         if isinstance(value, np.ndarray) and (abs(value.astype(np.float64)) > 2**30).any():
-            raise ValueError(f"offset has {value.dtype} beyond 2**30; accepted: -2**30 to 2**30")
+            raise ValueError("offset has numbers beyond 2**30; accepted: -2**30 to 2**30")
         array = array.astype(jnp.int32).reshape(-1)
     elif checks.is_index(value):
         index = operator.index(value)
@@ -107,11 +107,7 @@ def params(
     kind = _act(act, axis, len(x.shape), layout)
     if config is not None:
         _check_config(config, kind, d)
-    sizes = axes.sizes | {"E": theta.shape[1], "N * H": n * axes.sizes.get("H", 1)}
-    implementation = implementations.kernel_or_reference(implementation, x.dtype, sizes)
-    if implementation != "xla" and kind == SOFTMAX_FEATURES and d > WIDEST:
-        of = f"a softmax over {d} features"
-        implementation = implementations.reference_instead(implementation, of)
+    sizes = axes.sizes | {"E": theta.shape[1]}
     batch_offset = offset is not None and offset.shape != (1,)
     batch_positions = positions is not None and len(positions.shape) > 1 + on_grid
     return Params(
@@ -123,9 +119,20 @@ def params(
         heads_first=layout == "BHND",
         per_batch=batch_offset or batch_positions,
         axis_name=axis_name,
-        implementation=implementation,
+        implementation=_implementation(implementation, x.dtype, sizes, kind),
         config=config,
     )
+
+
+def _implementation(
+    implementation: Implementation | None, dtype: Any, sizes: dict[str, int], act: str
+) -> Implementation | None:
+    """The reference where no kernel serves, else the implementation asked for."""
+    rows = {"N * H": sizes["N"] * sizes.get("H", 1)}
+    chosen = implementations.kernel_or_reference(implementation, dtype, sizes | rows)
+    if chosen != "xla" and act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
+        return implementations.reference_instead(chosen, f"a softmax over {sizes['D']} features")
+    return chosen
 
 
 def _check_positions(x: Struct, axes: checks.Axes, num_axes: int, *, on_grid: bool) -> int:
