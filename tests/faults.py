@@ -68,10 +68,10 @@ FAULTS = {
     "ranks of a gradient in reverse": Fault(
         "ops/tpa_decode/heads.py", "return stack(xs)", "return stack(xs[::-1])"
     ),
-    "queries of the first block count twice": Fault(
+    "queries that fill up a block count": Fault(
         "ops/tpa_decode/backward.py",
-        'of_queries["lse"].at[0, :, first:].set(jnp.inf)',
-        'of_queries["lse"]',
+        "cut(o.lse, constant_values=jnp.inf)",
+        'cut(o.lse, mode="edge")',
     ),
     "all of a prompt sees its last keys": Fault(
         "ops/tpa_decode/prompt.py", "count, is_causal=True)", "count)"

@@ -11,7 +11,7 @@ import pytest
 import pallas_ops
 from pallas_ops import TpaDecodeConfig
 from pallas_ops.core.card import H200
-from pallas_ops.ops.tpa_decode import formed
+from pallas_ops.ops.tpa_decode import backward, formed
 from pallas_ops.ops.tpa_decode.choose import queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Sizes
 from tests.support import (
@@ -215,9 +215,12 @@ def test_one_key_takes_all_attention(rng: Rng, implementation: Any) -> None:
         assert_close(grad, np.zeros(grad.shape), scale=1.0)
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_gradients_of_many_queries_come_in_blocks(rng: Rng, window: int | None) -> None:
-    """Of four, the first of them filled up; also where some queries come before all keys."""
+@pytest.mark.parametrize(("window", "at_once"), [(None, 2**26), (7, 17_000)])
+def test_gradients_of_many_queries_come_in_blocks(
+    rng: Rng, window: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four, all at once or two; filled up, also where some queries come before all keys."""
+    monkeypatch.setattr(backward, "AT_ONCE", at_once)
     shape: dict[str, Any] = dict(b=3, n=9, m=40, h=9, r=4, d=16, e=8, rk=2)
     s = Sizes(**(shape | dict(rv=1)), dtype="float32")
     assert queries_of_pass(s, H200) == 4

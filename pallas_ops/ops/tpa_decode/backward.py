@@ -15,6 +15,9 @@ from pallas_ops.ops.tpa_decode.choose import queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.kernel_backward import one_pass
 
+# Numbers in the keys' gradients (float32) of the passes that run at once: 256 MiB.
+AT_ONCE = 2**26
+
 
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
     """Gradients of the factors. Each pass over the keys has as many queries as fit one program."""
@@ -31,35 +34,38 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
 
 
 def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
-    """A pass for every `block_n` queries: no temporary is larger than the factors in float32.
+    """A pass for every `block_n` queries; passes whose gradients of the keys are small run at once.
 
-    `lengths` of a block end at its last query. The first block is filled up with queries of the
-    second. There their log-sum-exp is set to inf, so their probabilities are 0 and add nothing.
+    `lengths` of a block end at its last query. The first block is filled up with copies of the
+    first query, whose log-sum-exp is inf: their probabilities are 0 and add nothing.
     """
     b, n = o.aq.shape[:2]
-    blocks = pl.cdiv(n, block_n)
-    first = n - (blocks - 1) * block_n
     factors = o.ak, o.av, o.bk, o.bv
-    ends = jnp.array([block_n, *range(first + block_n, n + 1, block_n)], jnp.int32)
-    lengths = jnp.full(b, o.m, jnp.int32) if o.lengths is None else o.lengths
+    blocks = pl.cdiv(n, block_n)
+    steps = pl.cdiv(blocks, max(1, AT_ONCE // sum(x.size for x in factors)))
+    passes = pl.cdiv(blocks, steps)
+    fill = steps * passes * block_n - n
 
-    def cut(x: jax.Array) -> jax.Array:
-        others = x[:, first:].reshape(b, blocks - 1, block_n, *x.shape[2:])
-        return jnp.concatenate([x[:, None, :block_n], others], axis=1).swapaxes(0, 1)
+    def cut(x: jax.Array, **options: Any) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (fill, 0), *[(0, 0)] * (x.ndim - 2)], **options)
+        return jnp.moveaxis(x.reshape(b, steps, passes, block_n, *x.shape[2:]), 0, 2)
 
     def join(x: jax.Array) -> jax.Array:
-        others = x[1:].swapaxes(0, 1).reshape(b, n - first, *x.shape[3:])
-        return jnp.concatenate([x[0, :, :first], others], axis=1)
+        return jnp.moveaxis(x, 2, 0).reshape(b, fill + n, *x.shape[4:])[:, fill:]
 
     def step(sums: list[jax.Array], block: dict[str, jax.Array]) -> tuple[Any, Any]:
-        daq, dak, dav, *dbq, dbk, dbv = one_pass(o._replace(**block), p, exact=True)
+        run = jax.vmap(lambda block: one_pass(o._replace(**block), p, exact=True))
+        daq, dak, dav, *dbq, dbk, dbv = run(block)
         of_keys = zip(sums, (dak, dav, dbk, dbv), strict=True)
-        return [x + y.astype(jnp.float32) for x, y in of_keys], (daq, *dbq)
+        return [x + y.astype(jnp.float32).sum(axis=0) for x, y in of_keys], (daq, *dbq)
 
-    names = "aq", "bq", "out", "lse", "dout", "dlse"
-    of_queries = {name: cut(x) for name in names if (x := getattr(o, name)) is not None}
-    of_queries["lse"] = of_queries["lse"].at[0, :, first:].set(jnp.inf)
-    of_queries["lengths"] = lengths[None] - (n - ends[:, None])
+    names = "aq", "bq", "out", "dout", "dlse"
+    present = {name: x for name in names if (x := getattr(o, name)) is not None}
+    of_queries = {name: cut(x, mode="edge") for name, x in present.items()}
+    of_queries["lse"] = cut(o.lse, constant_values=jnp.inf)
+    lengths = jnp.full(b, o.m, jnp.int32) if o.lengths is None else o.lengths
+    later = block_n * jnp.arange(steps * passes, dtype=jnp.int32)[::-1].reshape(steps, passes, 1)
+    of_queries["lengths"] = lengths[None, None] - later
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in factors]
     sums, of_blocks = lax.scan(step, zeros, of_queries)
     dak, dav, dbk, dbv = (x.astype(y.dtype) for x, y in zip(sums, factors, strict=True))

@@ -16,7 +16,7 @@ from pallas_ops.core import launch
 from pallas_ops.ops.tpa_decode import prompt, reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 
-LEAST_ROWS = 96  # queries times ranks: with fewer the kernel's passes take less time
+LEAST_ROWS = 80  # queries times ranks: with fewer the kernel's passes take less time
 # Numbers in keys and values: 4 GiB in float32, and as much for their gradients. With more of them,
 # fewer than 512 queries take the kernel's passes, which need next to no memory.
 MOST_FORMED = 2**30

@@ -113,7 +113,7 @@ def _attend(
     is_causal: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention to these keys, of which the first `lengths` exist; by cuDNN, or in jax.numpy."""
-    k, v = _formed(o.ak, o.bk, lengths, keys), _formed(o.av, o.bv, lengths, keys, value_scale)
+    k, v = _formed(o, lengths, keys, value_scale)
     if launch.is_interpreted():
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         masks: Any = dict(key_value_seq_lengths=lengths, is_causal=is_causal)
@@ -144,45 +144,53 @@ def _merged(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Ar
 
 
 def _formed(
-    a: jax.Array, b: jax.Array, lengths: jax.Array | None, keys: slice, scale: float = 1.0
-) -> jax.Array:
-    """Keys or values [B, keys, H, D], rounded once; 0 from `lengths` on."""
-    batch, _, _, heads, size = *a.shape, b.shape[-1]
-    m = keys.stop - keys.start
+    o: Operands, lengths: jax.Array | None, keys: slice, value_scale: float
+) -> list[jax.Array]:
+    """Keys and values [B, keys, H, D], rounded once; 0 from `lengths` on."""
+    batch, heads, size, m = o.ak.shape[0], o.ak.shape[-1], o.bk.shape[-1], keys.stop - keys.start
     rows, columns = 4, min(1024, power_of_two(heads * size))
-    arrays = a, b, None if lengths is None else lengths[:, None]
-    (out,) = launch.launch(
-        partial(_form, first=keys.start, scale=scale, rows=rows, columns=columns),
+    arrays = None if lengths is None else lengths[:, None], o.ak, o.bk, o.av, o.bv
+    out_shape = jax.ShapeDtypeStruct((batch, m, heads * size), o.ak.dtype)
+    formed = launch.launch(
+        partial(_form, first=keys.start, value_scale=value_scale, rows=rows, columns=columns),
         *arrays,
         name="tpa_decode_form",
         grid=(pl.cdiv(m, rows), pl.cdiv(heads * size, columns), batch),
         in_specs=[*map(per_batch, arrays)],
-        out_specs=[pl.BlockSpec((None, m, heads * size), lambda *ids: (ids[-1], 0, 0))],
-        out_shape=[jax.ShapeDtypeStruct((batch, m, heads * size), a.dtype)],
+        out_specs=[pl.BlockSpec((None, m, heads * size), lambda *ids: (ids[-1], 0, 0))] * 2,
+        out_shape=[out_shape] * 2,
         num_warps=4,
     )
-    return out.reshape(batch, m, heads, size)
+    return [x.reshape(batch, m, heads, size) for x in formed]
 
 
 def _form(
-    a_ref: Ref,  # [M, ranks, H]
-    b_ref: Ref,  # [M, ranks, D]
     length_ref: Ref | None,  # [1]
-    out_ref: Ref,  # [keys, H D]
+    ak_ref: Ref,  # [M, ranks, H], as av_ref
+    bk_ref: Ref,  # [M, ranks, D], as bv_ref
+    av_ref: Ref,
+    bv_ref: Ref,
+    k_ref: Ref,  # [keys, H D], as v_ref
+    v_ref: Ref,
     *,
     first: int,
-    scale: float,
+    value_scale: float,
     rows: int,
     columns: int,
 ) -> None:
-    ranks, size = b_ref.shape[1:]
     i = (pl.program_id(0) * rows + span(rows))[:, None]
     j = (pl.program_id(1) * columns + span(columns))[None, :]
-    inside = (i < out_ref.shape[0]) & (j < out_ref.shape[1])
+    inside = (i < k_ref.shape[0]) & (j < k_ref.shape[1])
     exists = inside if length_ref is None else inside & (i < length_ref[0])
-    total = jnp.zeros((rows, columns), jnp.float32)
-    for k in range(ranks):
-        a = plgpu.load(a_ref.at[first + i, k, lax.div(j, size)], mask=exists, other=0.0)
-        b = plgpu.load(b_ref.at[first + i, k, lax.rem(j, size)], mask=exists, other=0.0)
-        total += a.astype(jnp.float32) * b.astype(jnp.float32)
-    plgpu.store(out_ref.at[i, j], (scale * total).astype(out_ref.dtype), mask=inside)
+
+    def form(a_ref: Ref, b_ref: Ref, out_ref: Ref, scale: float) -> None:
+        ranks, size = b_ref.shape[1:]
+        total = jnp.zeros((rows, columns), jnp.float32)
+        for k in range(ranks):
+            a = plgpu.load(a_ref.at[first + i, k, lax.div(j, size)], mask=exists, other=0.0)
+            b = plgpu.load(b_ref.at[first + i, k, lax.rem(j, size)], mask=exists, other=0.0)
+            total += a.astype(jnp.float32) * b.astype(jnp.float32)
+        plgpu.store(out_ref.at[i, j], (scale * total).astype(out_ref.dtype), mask=inside)
+
+    form(ak_ref, bk_ref, k_ref, 1.0)
+    form(av_ref, bv_ref, v_ref, value_scale)
