@@ -53,9 +53,11 @@ def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
     def join(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 2, 0).reshape(b, fill + n, *x.shape[4:])[:, fill:]
 
-    def step(sums: list[jax.Array], block: dict[str, jax.Array]) -> tuple[Any, Any]:
-        run = jax.vmap(lambda block: one_pass(o._replace(**block), p, exact=True))
-        daq, dak, dav, *dbq, dbk, dbv = run(block)
+    def of_block(block: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        return one_pass(o._replace(**block), p, exact=True)
+
+    def step(sums: list[jax.Array], passes: dict[str, jax.Array]) -> tuple[Any, Any]:
+        daq, dak, dav, *dbq, dbk, dbv = jax.vmap(of_block)(passes)
         of_keys = zip(sums, (dak, dav, dbk, dbv), strict=True)
         return [x + y.astype(jnp.float32).sum(axis=0) for x, y in of_keys], (daq, *dbq)
 
