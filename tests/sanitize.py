@@ -105,6 +105,7 @@ CALLS: dict[str, Call] = {
         partial(decode, window=77),
         factors(1, 2, 133, 78, 6, 64, 64, 2),
     ),
+    "decode in passes of two queries": (decode, factors(2, 5, 133, 34, 6, 64, 64, 2)),
     "decode of pages": (paged, pool(21, 16, 34, 64)),
     "decode of pages in eight bits": (partial(paged, dtype8=jnp.int8), pool(40, 7, 32, 128)),
     "decode ragged": (

@@ -54,10 +54,10 @@ def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
         return jnp.moveaxis(x, 2, 0).reshape(b, fill + n, *x.shape[4:])[:, fill:]
 
     def of_block(block: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        return one_pass(o._replace(**block), p, exact=True)
+        return one_pass(o._replace(**block), p, at_once=passes)
 
-    def step(sums: list[jax.Array], passes: dict[str, jax.Array]) -> tuple[Any, Any]:
-        daq, dak, dav, *dbq, dbk, dbv = jax.vmap(of_block)(passes)
+    def step(sums: list[jax.Array], of_passes: dict[str, jax.Array]) -> tuple[Any, Any]:
+        daq, dak, dav, *dbq, dbk, dbv = jax.vmap(of_block)(of_passes)
         of_keys = zip(sums, (dak, dav, dbk, dbv), strict=True)
         return [x + y.astype(jnp.float32).sum(axis=0) for x, y in of_keys], (daq, *dbq)
 

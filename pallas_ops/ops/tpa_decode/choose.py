@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pallas_ops.core.backend import NoKernelError
 from pallas_ops.core.card import Card
 from pallas_ops.core.tiles import MOST_PARTS, power_of_two
-from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles, tile
+from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles
 from pallas_ops.ops.tpa_decode.shared_memory import backward_bytes, forward_bytes
 
 
@@ -96,8 +96,8 @@ def split_size(m: int) -> int:
     return max(512, power_of_two(-(-m // MOST_PARTS)))
 
 
-def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
-    """The backward launch; None where all rows of a batch element do not fit in one program."""
+def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig | None:
+    """The launch of `at_once` backward passes; None where a batch element's rows do not fit."""
     block_n, tiles = power_of_two(s.n), head_tiles(s.h, backward=True)
     rows = block_n * sum(tiles)
     if rows > 256:
@@ -118,14 +118,20 @@ def choose_backward(s: Sizes, card: Card) -> TpaDecodeConfig | None:
     fitting = fit(s, c, backward_bytes, card, least=16)
     if fitting is None:
         return None
-    programs = (2 if s.has_few_features else 1) * card.num_sms // s.b
+    programs = (2 if s.has_few_features else 1) * card.num_sms // (s.b * at_once)
     num_splits = max(1, min(programs, -(-s.m // fitting.block_m)))
+    if at_once > 1 and num_splits >= 8:
+        # Odd, as all splits of all passes would store at addresses a power of two apart: 3 to 58 %.
+        num_splits -= 1 - num_splits % 2
     return dataclasses.replace(fitting, num_splits=num_splits)
 
 
 def queries_of_pass(s: Sizes, card: Card) -> int:
-    """How many queries one backward pass takes; where none fits, as many as 256 rows hold."""
-    most = max(1, 256 // tile(s.h))
+    """How many queries one backward pass takes; more come in several passes.
+
+    Few features: of four warps, two programs a multiprocessor. Others have eight warps.
+    """
+    most = max(1, (64 if s.has_few_features else 128) // head_tiles(s.h, backward=True)[0])
     n = min(most, power_of_two(s.n))
     while n and choose_backward(dataclasses.replace(s, n=n), card) is None:
         n //= 2

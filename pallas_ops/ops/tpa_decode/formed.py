@@ -16,7 +16,8 @@ from pallas_ops.core import launch
 from pallas_ops.ops.tpa_decode import prompt, reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 
-LEAST_ROWS = 80  # queries times ranks: with fewer the kernel's passes take less time
+# Queries times the square of the ranks: with fewer the kernel's passes take less time.
+LEAST_ROWS = 256
 # Numbers in keys and values: 4 GiB in float32, and as much for their gradients. With more of them,
 # fewer than 512 queries take the kernel's passes, which need next to no memory.
 MOST_FORMED = 2**30
@@ -28,7 +29,7 @@ SCORES = 75_000_000
 def takes(s: Sizes) -> bool:
     """Whether this is the faster way, and takes no memory out of proportion."""
     fits = s.n >= 512 or s.b * s.m * s.h * (s.d + s.e) <= MOST_FORMED
-    return fits and s.n * s.most_ranks >= LEAST_ROWS
+    return fits and s.n * s.most_ranks**2 >= LEAST_ROWS
 
 
 def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:

@@ -31,17 +31,20 @@ from pallas_ops.ops.tpa_decode.merge import sum_splits
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, load, per_batch, per_split, store
 
 
-def one_pass(o: Operands, p: Params, *, exact: bool = False) -> tuple[jax.Array, ...]:
-    """One pass over the keys. If `exact`, the gradients of ak, av, bk and bv are float32."""
+def one_pass(o: Operands, p: Params, at_once: int | None = None) -> tuple[jax.Array, ...]:
+    """One pass over the keys, or one of several that run at once.
+
+    The gradients of ak, av, bk and bv of several passes are float32, as they are added up.
+    """
     s = Sizes.of(o, p)
-    config = choose_backward(s, card.current())
+    config = choose_backward(s, card.current(), at_once or 1)
     if config is None:
         return reference.backward(*o, p=p)
     plan = Plan(s, config, p, backward=True)
     f = plan.flattened(o)
     arrays = f.aq, f.bq, f.lengths, f.ak, f.av, f.bk, f.bv, f.out, f.dout, f.lse, f.dlse
     of_queries, of_keys = [x for x in (o.aq, o.bq) if x is not None], (o.ak, o.av, o.bk, o.bv)
-    dtype = jnp.float32 if exact else o.ak.dtype
+    dtype = o.ak.dtype if at_once is None else jnp.float32
     keyed = [jax.ShapeDtypeStruct(flat(x).shape, dtype) for x in of_keys]
     shapes = [(s.b, config.num_splits, *flat(x).shape[1:]) for x in of_queries]
     partials = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
