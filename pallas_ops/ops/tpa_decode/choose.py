@@ -119,10 +119,10 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
     if fitting is None:
         return None
     programs = (2 if s.has_few_features else 1) * card.num_sms // (s.b * at_once)
+    if at_once >= 16 and programs >= 8:
+        # Odd: else the splits of all passes store at addresses a power of two apart (13 to 34 %).
+        programs -= 1 - programs % 2
     num_splits = max(1, min(programs, -(-s.m // fitting.block_m)))
-    if at_once > 1 and num_splits >= 8:
-        # Odd, as all splits of all passes would store at addresses a power of two apart: 3 to 58 %.
-        num_splits -= 1 - num_splits % 2
     return dataclasses.replace(fitting, num_splits=num_splits)
 
 
