@@ -1,10 +1,11 @@
 """Refusals in our own words: what was given, and what would be accepted."""
 
 import dataclasses
+import functools
 import numbers
 import operator
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,31 @@ MAX_WARPS = 32  # of a program
 LARGEST = 2**20  # elements of a tile
 _MOST = dict(num_warps=MAX_WARPS, num_parts=MOST_PARTS, num_splits=MOST_PARTS)
 SHOWN = 80  # characters of a value in a message
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+def cached(check: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
+    """`check`, remembered by values and types of its arguments: 1.0 may be refused where 1 is not.
+
+    Items of a tuple are compared by value alone, so no argument may be a tuple that a caller gave.
+    Arguments that cannot be hashed are checked each time.
+    """
+    remembered: Any = functools.lru_cache(maxsize=1024, typed=True)(check)
+
+    def run(*args: *Ts) -> T:
+        try:
+            hash(args)
+        except TypeError:
+            return check(*args)
+        return remembered(*args)
+
+    return run
+
+
+def signature(x: jax.Array | None) -> Any:
+    """The shape and dtype of an array: what checks need of it, and hashable."""
+    return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def array(name: str, value: Any) -> jax.Array:

@@ -12,7 +12,6 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_ops.core import checks, forward_mode, implementations, shards
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
-from pallas_ops.core.signatures import cached, signature
 from pallas_ops.core.tiles import wide
 from pallas_ops.ops.chunk_cumsum_decay import vjp
 from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig, Params, Shift
@@ -98,8 +97,8 @@ def prepare(
     number, factor = (None, factor) if isinstance(factor, jax.Array) else (factor, None)
     names = checks.axis_name(axis_name)
     num_shards = jax.lax.axis_size(names or ())
-    facts = signature(x), signature(bounds), number, _dtype(dtype), names, num_shards
-    return _check(*facts, *static), x, bounds, factor
+    structs = checks.signature(x), checks.signature(bounds)
+    return _check(*structs, number, _dtype(dtype), names, num_shards, *static), x, bounds, factor
 
 
 def _dtype(dtype: Any) -> Any:
@@ -113,7 +112,7 @@ def _dtype(dtype: Any) -> Any:
         return str(dtype)
 
 
-@cached
+@checks.cached
 def _check(
     x: jax.ShapeDtypeStruct,
     bounds: jax.ShapeDtypeStruct | None,

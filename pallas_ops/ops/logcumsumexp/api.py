@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 from pallas_ops.core import checks, forward_mode, implementations, shards
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
-from pallas_ops.core.signatures import cached, signature
 from pallas_ops.ops.logcumsumexp import reference, vjp
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Params, choose_block_n
 from pallas_ops.scan.view import Sizes, implementation_for
@@ -96,10 +95,11 @@ def prepare(
     """What `evaluate` takes, or a refusal; `static` is what `_check` takes beside these."""
     x, initial = checks.array("x", x), checks.optional_array("initial_state", initial_state)
     names = checks.axis_name(axis_name)
-    return _check(signature(x), signature(initial), names, *static), x, initial
+    facts = checks.signature(x), checks.signature(initial), names
+    return _check(*facts, *static), x, initial
 
 
-@cached
+@checks.cached
 def _check(
     x: jax.ShapeDtypeStruct,
     initial: jax.ShapeDtypeStruct | None,

@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 from pallas_ops.core import checks, forward_mode, partition, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
-from pallas_ops.core.signatures import signature
 from pallas_ops.core.tiles import wide
 from pallas_ops.ops.lrpe_cosine import reference, refusals, vjp
 from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig, Params
@@ -138,7 +137,7 @@ def prepare(
     first = refusals.offset(offset, x.shape, given=given)
     shape, prefix = (None, 0) if grid is None else refusals.grid(*grid, given=given)
     places = checks.optional_array("positions", positions)
-    structs = [signature(array) for array in (x, theta, first, places)]
+    structs = [checks.signature(array) for array in (x, theta, first, places)]
     facts: Any = grid is not None, shape, prefix, checks.axis_name(axis_name)
     if places is not None and grid is None:
         places = places[..., None]

@@ -11,7 +11,6 @@ import numpy as np
 
 from pallas_ops.core import checks, implementations
 from pallas_ops.core.dispatch import Implementation
-from pallas_ops.core.signatures import cached
 from pallas_ops.ops.lrpe_cosine.activation import ACTIVATIONS
 from pallas_ops.ops.lrpe_cosine.config import (
     SOFTMAX_FEATURES,
@@ -72,7 +71,7 @@ def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[tuple[int,
     return tuple(known), num_prefix_tokens
 
 
-@cached
+@checks.cached
 def params(
     x: Struct,
     theta: Struct,

@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 from pallas_ops.core import checks, forward_mode, vary
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
-from pallas_ops.core.signatures import signature
 from pallas_ops.core.tiles import wide
 from pallas_ops.ops.tpa_decode import reference, refusals, vjp
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Precision, TpaDecodeConfig
@@ -170,7 +169,7 @@ def prepare(
     dtype = wide(o.aq.dtype)
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
     options = window, batch_invariant, names, implementation, config, precision
-    sizes, params = refusals.static(Operands(*map(signature, o)), *options)
+    sizes, params = refusals.static(Operands(*map(checks.signature, o)), *options)
     both = reference.scales(sizes, given)
     (score, score_array), (value, value_array) = (
         (1.0, x) if isinstance(x, jax.Array) else (x, None) for x in both

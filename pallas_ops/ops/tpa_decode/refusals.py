@@ -9,7 +9,6 @@ from jax import lax
 
 from pallas_ops.core import checks, implementations
 from pallas_ops.core.dispatch import Implementation
-from pallas_ops.core.signatures import cached
 from pallas_ops.ops.tpa_decode.cache import QUANTISED
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Precision, TpaDecodeConfig
 
@@ -22,7 +21,7 @@ PRECISIONS: dict[Any, Precision] = {
 }
 
 
-@cached
+@checks.cached
 def static(
     o: Operands,
     window: SupportsIndex | None,
