@@ -177,7 +177,7 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         rank_query = i // plan.head_blocks * c.block_n + rank_query
         same(rows.rank_query * s.r + rows.rank, rank_query * s.r + rank, rank_query < n)
         blocks = -(-m // c.block_m)
-        start, stop = tpa_keys.part(jnp.int32(split), c.num_splits, jnp.int32(blocks))
+        start, stop = tpa_keys.even_split(jnp.int32(split), c.num_splits, jnp.int32(blocks))
         ends = [(split + j) * blocks // c.num_splits for j in (0, 1)]
         assert [int(start), int(stop)] == ends
         order = np.asarray(tpa_keys.Keys(plan, jnp.int32(0), m).index, object)

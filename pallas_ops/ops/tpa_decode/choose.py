@@ -48,7 +48,7 @@ def _choose_keys(
     block_m, num_stages, most_programs = _block(s, block_h, rows, keys)
     least = max(8, 16 // min(s.tile_rk, s.tile_rv))  # the tensor cores' sixteen entries
     num_warps = 4 if rows * s.tile_e <= 64 * 128 else 8
-    if s.is_coarse and s.tile_e // s.parts <= rows < 64:
+    if s.is_quantised_bfloat16 and s.tile_e // s.features_per_word <= rows < 64:
         # Of a tile with as many rows as columns each warp takes 16 rows.
         num_warps, most_programs = rows // 16, 4
     c = TpaDecodeConfig(
@@ -85,7 +85,7 @@ def _block(s: Sizes, block_h: int, rows: int, keys: int) -> tuple[int, int, int]
         return min(64, block_m), 3, 3 if block_h > 16 else 2
     if s.n > 1 and rows > 32 and not s.is_rank_first:
         return min(64, block_m), 3, 2
-    if s.is_coarse:
+    if s.is_quantised_bfloat16:
         return block_m, 3, 2
     num_stages = 4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3
     return block_m, num_stages, 2 if s.gathers(block_h) else 1

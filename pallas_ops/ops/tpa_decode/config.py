@@ -118,19 +118,19 @@ class Sizes:
         return tile(self.r)
 
     @property
-    def parts(self) -> int:
-        """In how many tiles features come: of eight bits two are loaded at once, as a word."""
+    def features_per_word(self) -> int:
+        """Features of eight bits are loaded two at once, and become two tiles (`words.py`)."""
         return 2 if self.quantised else 1
 
     @property
-    def is_coarse(self) -> bool:
-        """Whether features have eight bits and the output 16, to which weights are rounded then."""
+    def is_quantised_bfloat16(self) -> bool:
+        """Whether features have eight bits, and all else bfloat16, to which weights are rounded."""
         return self.quantised is not None and {self.dtype, self.out_dtype} == {"bfloat16"}
 
     @property
-    def is_rounded(self) -> bool:
+    def rounds_weights(self) -> bool:
         """Whether weights and partial results are rounded to the cache's dtype."""
-        return self.is_coarse or self.precision == "default"
+        return self.is_quantised_bfloat16 or self.precision == "default"
 
     @property
     def is_rank_first(self) -> bool:
@@ -150,8 +150,8 @@ class Sizes:
         return self.features(self.e)
 
     def features(self, size: int) -> int:
-        """The padded size of so many features, of all parts together."""
-        return self.parts * tile(-(-size // self.parts))
+        """The padded size of so many features, in all of their tiles together."""
+        return self.features_per_word * tile(-(-size // self.features_per_word))
 
     @property
     def tile_rk(self) -> int:

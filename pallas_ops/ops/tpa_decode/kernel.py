@@ -25,8 +25,8 @@ from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, key_range, look_up
 from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
 from pallas_ops.ops.tpa_decode.merge import merge
-from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, per_batch, per_split, store
-from pallas_ops.ops.tpa_decode.words import join, pack, split, times
+from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, load, per_batch, per_split, store
+from pallas_ops.ops.tpa_decode.words import deinterleave, interleave, pack, times
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators
 Carry = tuple[Any, list[State]]  # what was loaded ahead, and the states
@@ -46,7 +46,7 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
     if s.quantised:
         o = o._replace(bk=pack(o.bk), bv=pack(o.bv))
     arrays = plan.flattened(o)[:8]  # up to the page table
-    dtype = jnp.dtype(p.out_dtype if splits == 1 or s.is_rounded else jnp.float32)
+    dtype = jnp.dtype(p.out_dtype if splits == 1 or s.rounds_weights else jnp.float32)
     results = [
         jax.ShapeDtypeStruct((s.b, splits, rows, s.e), dtype),
         jax.ShapeDtypeStruct((s.b, splits, rows), jnp.float32),
@@ -74,7 +74,11 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
 def _check_features(s: Sizes) -> None:
     """Those of eight bits are loaded two at once, and not every card has float8."""
     is_float8 = s.quantised is not None and s.quantised.startswith("float8")
-    if s.d % s.parts or s.e % s.parts or (is_float8 and card.current().capability < 89):
+    if (
+        s.d % s.features_per_word
+        or s.e % s.features_per_word
+        or (is_float8 and card.current().capability < 89)
+    ):
         raise NoKernelError(
             f"tpa_decode has no kernel for {s.quantised} of D={s.d}, E={s.e} on {card.current()}; "
             "accepted: implementation=None or 'xla', which run jax.numpy"
@@ -157,7 +161,7 @@ def _add_values(
     p = exp2(score - new_max[:, None])
     rescale = exp2(row_max - new_max)
     av = heads.load(keys, rows, av, s.rv)
-    multiply = times if plan.pieces == 1 and s.dtype == "bfloat16" else jnp.multiply
+    multiply = times if plan.output_pieces == 1 and s.dtype == "bfloat16" else jnp.multiply
     weight = multiply(heads.each_rank(p, s.rv), av)
     pairs = zip(bv, accs, strict=True)
     accs = [plan.dot(weight, x, acc * rescale[:, None]) for x, acc in pairs]
@@ -171,16 +175,20 @@ def _add_values(
 def _load_queries(
     plan: Plan, tiles: list[Rows], aq_ref: Ref, bq_ref: Ref | None
 ) -> tuple[list[list[jax.Array]], list[jax.Array] | None, float]:
-    """Each tile's rows of aq or of q, and bq if q is not formed, in parts; the scale of scores."""
+    """Each tile's rows of aq or of q, bq where q is not formed, and the scale of scores.
+
+    Features are deinterleaved as those of the keys are.
+    """
     s, scale = plan.s, plan.p.score_scale * LOG2E
-    queries, bq = [rows.load_aq(aq_ref) for rows in tiles], tiles[0].load_bq(bq_ref)
+    queries = [rows.load_aq(aq_ref) for rows in tiles]
+    bq = None if bq_ref is None else load(bq_ref, *tiles[0].bq_indices())
     if bq is not None and not s.is_rank_first:
         queries, bq, scale = [scale * dot(aq, bq, pieces=3) for aq in queries], None, 1.0
     if s.precision == "default":
         queries = [q.astype(s.dtype) for q in queries]
     if bq is None:
-        return [split(q, s.parts) for q in queries], None, scale
-    return [[aq] for aq in queries], split(bq, s.parts), scale
+        return [deinterleave(q, s.features_per_word) for q in queries], None, scale
+    return [[aq] for aq in queries], deinterleave(bq, s.features_per_word), scale
 
 
 def _store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> None:
@@ -188,11 +196,15 @@ def _store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> 
     empty = row_sum == 0
     nonzero = jnp.where(empty, 1.0, row_sum)
     lse = jnp.where(empty, -jnp.inf, (row_max + jnp.log2(nonzero)) / LOG2E)
-    store(out_ref, join(accs) * (plan.p.value_scale / nonzero)[:, None], *rows.whole(plan.s.e))
+    store(
+        out_ref,
+        interleave(accs) * (plan.p.value_scale / nonzero)[:, None],
+        *rows.tile_indices(plan.s.e),
+    )
     plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
 
 
 def _empty(plan: Plan, rows: Rows) -> State:
     row_max = jnp.full((len(rows.index),), -HUGE, jnp.float32)
-    acc = jnp.zeros((len(rows.index), plan.s.tile_e // plan.s.parts), jnp.float32)
-    return row_max, jnp.zeros_like(row_max), [acc] * plan.s.parts
+    acc = jnp.zeros((len(rows.index), plan.s.tile_e // plan.s.features_per_word), jnp.float32)
+    return row_max, jnp.zeros_like(row_max), [acc] * plan.s.features_per_word

@@ -21,12 +21,12 @@ from pallas_ops.core import card
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref, span
+from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.tpa_decode import heads, reference
 from pallas_ops.ops.tpa_decode.choose import choose_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.heads import join_ranks, of_ranks
-from pallas_ops.ops.tpa_decode.keys import Keys, key_range, part
+from pallas_ops.ops.tpa_decode.keys import Keys, even_split, key_range
 from pallas_ops.ops.tpa_decode.merge import sum_splits
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, load, per_batch, per_split, store
 
@@ -84,9 +84,9 @@ def _backward_kernel(
     s, c = plan.s, plan.c
     tiles = Rows.of_program(plan, 0)
     queries = [_Queries(x, aq_ref, out_ref, dout_ref, lse_ref, dlse_ref) for x in tiles]
-    bq = tiles[0].load_bq(bq_ref)
+    bq = None if bq_ref is None else load(bq_ref, *tiles[0].bq_indices())
     length, first_key, limit = key_range(tiles[0], length_ref)
-    start, stop = part(pl.program_id(0), c.num_splits, pl.cdiv(s.m, c.block_m))
+    start, stop = even_split(pl.program_id(0), c.num_splits, pl.cdiv(s.m, c.block_m))
 
     def step(i: jax.Array, dqs: list[jax.Array]) -> list[jax.Array]:
         # Blocks without valid keys are stored, too, as zeros; nothing is loaded for them.
@@ -126,7 +126,7 @@ class _Queries:
         self, rows: Rows, aq_ref: Ref, out_ref: Ref, dout_ref: Ref, lse_ref: Ref, dlse_ref: Ref
     ) -> None:
         self.rows, self.aq = rows, rows.load_aq(aq_ref)
-        self.dout, out = (load(x, *rows.whole(rows.plan.s.e)) for x in (dout_ref, out_ref))
+        self.dout, out = (load(x, *rows.tile_indices(rows.plan.s.e)) for x in (dout_ref, out_ref))
         self.lse, dlse = (
             plgpu.load(x.at[rows.index], mask=rows.inside, other=0.0) for x in (lse_ref, dlse_ref)
         )
@@ -166,13 +166,11 @@ def _store_queries(
     s, dbq = plan.s, None
     for q, dq in zip(queries, dqs, strict=True):
         if bq is None:
-            store(daq_ref, dq.T, *q.rows.whole(s.d))
+            store(daq_ref, dq.T, *q.rows.tile_indices(s.d))
             continue
         daq = jnp.where(q.rows.own_ranks, plan.dot(bq, dq).T, 0.0)
         daq = daq.reshape(-1, plan.c.block_n, s.tile_r).sum(axis=1)
-        store(daq_ref, daq, *q.rows.whole(s.r))
+        store(daq_ref, daq, *q.rows.tile_indices(s.r))
         dbq = plan.dot(dq, q.aq, dbq)
     if dbq is not None:
-        rows, d = queries[0].rows, span(s.tile_d)
-        mask = rows.rank_inside[:, None] & (d < s.d)[None, :]
-        store(dbq_ref, dbq.T, rows.rank_query * s.r + rows.rank, d, mask)
+        store(dbq_ref, dbq.T, *queries[0].rows.bq_indices())

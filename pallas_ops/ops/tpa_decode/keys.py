@@ -156,9 +156,9 @@ class Keys:
         return entry, column, inside[:, None] & (column < size)[None, :]
 
     def load_b(self, ref: Ref, ranks: int, size: int) -> list[jax.Array]:
-        """The parts of bk or bv, each [entries, size / parts], in the dtype of the head factors."""
+        """bk or bv [entries, size] in the dtype of the head factors; of eight bits, two halves."""
         s = self.plan.s
-        x = load(ref, *self.features(ranks, size // s.parts))
+        x = load(ref, *self.features(ranks, size // s.features_per_word))
         return [x] if s.quantised is None else [y.astype(s.dtype) for y in widen(x, s.quantised)]
 
     def heads(self, rows: Rows, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -202,9 +202,9 @@ def blocks_of_split(
         blocks = split_size(plan.s.m) // c.block_m
         return jnp.maximum(begin, split * blocks), jnp.minimum(end, (split + 1) * blocks)
     if plan.p.window is None:
-        return part(split, c.num_splits, end)
+        return even_split(split, c.num_splits, end)
     # A shard that the window does not reach ends before it begins.
-    start, stop = part(split, c.num_splits, _at_least_0(end - begin))
+    start, stop = even_split(split, c.num_splits, _at_least_0(end - begin))
     return begin + start, begin + stop
 
 
@@ -212,6 +212,6 @@ def _at_least_0(x: jax.Array | int) -> jax.Array | int:
     return max(x, 0) if isinstance(x, int) else jnp.maximum(x, 0)
 
 
-def part(i: jax.Array, parts: int, blocks: jax.Array | int) -> tuple[Any, Any]:
-    """The i-th of `parts` even parts of `blocks`: first, and one past the last."""
-    return (0, blocks) if parts == 1 else split_evenly(blocks, parts, i)
+def even_split(split: jax.Array, num_splits: int, blocks: jax.Array | int) -> tuple[Any, Any]:
+    """The blocks of one of `num_splits` even splits: the first, and one past the last."""
+    return (0, blocks) if num_splits == 1 else split_evenly(blocks, num_splits, split)

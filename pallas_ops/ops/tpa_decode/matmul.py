@@ -29,7 +29,7 @@ def dot(
     if a.dtype == b.dtype and a.dtype != jnp.float32:
         return _product(a, b, acc)
     if jnp.bfloat16 in (a.dtype, b.dtype) or (pieces == 3 and jnp.float16 in (a.dtype, b.dtype)):
-        products = itertools.product(_split(a, pieces), _split(b, pieces))
+        products = itertools.product(_bfloat16_pieces(a, pieces), _bfloat16_pieces(b, pieces))
         for x, y in reversed(list(products)):  # small ones first: the tensor cores truncate sums
             acc = _product(x, y, acc)
         assert acc is not None
@@ -53,7 +53,7 @@ def _product(a: jax.Array, b: jax.Array, acc: jax.Array | None, precision: Any =
     return product if acc is None else acc + product  # one instruction: the tensor cores add
 
 
-def _split(x: jax.Array, pieces: int) -> list[jax.Array]:
+def _bfloat16_pieces(x: jax.Array, pieces: int) -> list[jax.Array]:
     """The upper half of each number's bits, that of the rest, ..., and the last rest, rounded."""
     if x.dtype == jnp.bfloat16:
         return [x]

@@ -11,7 +11,7 @@ def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     queries = own * (ranks or rows) * s.tile_d + (2 + mixed) * rows * ranks
     scores = (4 if mixed == 2 else 12) * rows * s.most_ranks
     products = max(own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores)
-    if s.is_coarse:  # widened in registers
+    if s.is_quantised_bfloat16:  # widened in registers
         products = scores
     # Where the threads that have a key's ranks are not those of its values.
     exchange = 0 if s.tile_rk == s.tile_rv else 8 * rows * s.most_ranks

@@ -60,18 +60,18 @@ class Plan:
         return pl.cdiv(self.s.h, self.c.block_h)
 
     @property
-    def pieces(self) -> Pieces:
+    def output_pieces(self) -> Pieces:
         """Of a float32 side of products for the output; float32 results need all of its bits."""
-        return 1 if self.s.is_rounded else 3 if self.s.wide_queries else 2
+        return 1 if self.s.rounds_weights else 3 if self.s.wide_queries else 2
 
     @property
     def score_pieces(self) -> Pieces:
         """Of scores: the log-sum-exp is float32."""
-        return 1 if self.s.precision == "default" else 2 if self.s.is_coarse else 3
+        return 1 if self.s.precision == "default" else 2 if self.s.is_quantised_bfloat16 else 3
 
     def dot(self, a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
         """acc + a @ b, for the output or a gradient."""
-        return dot(a, b, acc, pieces=self.pieces)
+        return dot(a, b, acc, pieces=self.output_pieces)
 
     @property
     def row_blocks(self) -> int:
@@ -154,24 +154,22 @@ class Rows:
         sizes = plan.tiles
         return [cls(plan, block, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
-    def whole(self, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Where an array [N H, size] has this program's rows."""
+    def tile_indices(self, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rows, columns and mask of this program's tile of an array [N H, size]."""
         column = span(self.plan.s.features(size))
         return self.index, column, self.inside[:, None] & (column < size)[None, :]
 
     def load_aq(self, ref: Ref) -> jax.Array:
         """[rows, queries x ranks]; without bq [rows, D]"""
         if not self.plan.s.has_bq:
-            return load(ref, *self.whole(self.plan.s.d))
+            return load(ref, *self.tile_indices(self.plan.s.d))
         return load(ref, self.index, self.rank, self.own_ranks)
 
-    def load_bq(self, ref: Ref | None) -> jax.Array | None:
-        """[queries x ranks, D]"""
-        if ref is None:
-            return None
+    def bq_indices(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rows, columns and mask of the tile [queries x ranks, D] of bq [N R, D]."""
         d = span(self.plan.s.tile_d)
         mask = self.rank_inside[:, None] & (d < self.plan.s.d)[None, :]
-        return load(ref, self.rank_query * self.plan.s.r + self.rank, d, mask)
+        return self.rank_query * self.plan.s.r + self.rank, d, mask
 
     def repeat_for_queries(self, x: jax.Array, axis: int) -> jax.Array:
         """A tile whose `axis` is heads as one whose `axis` is rows, the same for every query."""

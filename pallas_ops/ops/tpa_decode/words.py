@@ -54,13 +54,13 @@ def pack(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.int16)
 
 
-def split(x: jax.Array, parts: int) -> list[jax.Array]:
-    """[rows, features] as [rows, features / parts]: every `parts`-th, from the first one on, ..."""
-    return unstack(x.reshape(len(x), -1, parts))
+def deinterleave(x: jax.Array, count: int) -> list[jax.Array]:
+    """The columns of [rows, features], dealt out to `count` tiles: of two, even and odd ones."""
+    return unstack(x.reshape(len(x), -1, count))
 
 
-def join(xs: list[jax.Array]) -> jax.Array:
-    """The inverse of `split`."""
+def interleave(xs: list[jax.Array]) -> jax.Array:
+    """The inverse of `deinterleave`."""
     return stack(xs).reshape(len(xs[0]), -1)
 
 
