@@ -25,8 +25,8 @@ def pinned(x: jax.Array) -> jax.Array:
     return x if launch.is_interpreted() else ptx("mov.b32", x)
 
 
-def larger(x: jax.Array, y: float) -> jax.Array:
-    """The maximum; that of NaN and a number is the number, as a GPU has it."""
+def fmax(x: jax.Array, y: float) -> jax.Array:
+    """The maximum, as CUDA's fmaxf: that of NaN and a number is the number."""
     return jnp.fmax(x, y) if launch.is_interpreted() else jnp.maximum(x, y)
 
 

@@ -102,9 +102,9 @@ class Tile:
     """`block_n` positions of each of a program's ranges, from `first` on in scan direction."""
 
     def __init__(
-        self, ranges: Ranges, first: Any, block_n: int, num_steps: int, *, dealt: bool = True
+        self, ranges: Ranges, first: Any, block_n: int, num_steps: int, *, exchange: bool = True
     ) -> None:
-        self.ranges, self.dealt, view = ranges, dealt, ranges.view
+        self.ranges, self.exchange, view = ranges, exchange, ranges.view
         steps, groups = span(num_steps), span(block_n // num_steps)
         offset = groups[None, None, :, None] * num_steps + steps[:, None, None, None]
         self.order = block_n - 1 - offset if view.mirrored else offset  # in which the scan meets it
@@ -125,18 +125,18 @@ class Tile:
     def load(self, ref: Ref, other: float = 0.0) -> jax.Array:
         """In float32; `other` beyond the range."""
         x = self.ranges.load(ref, self.position, self.mask, other)
-        return deal(x) if self.dealt and self.ranges.view.s.c > 1 else x
+        return _exchanged(x) if self.exchange and self.ranges.view.s.c > 1 else x
 
     def store(self, ref: Ref, y: jax.Array) -> None:
         self.ranges.store(ref, self.position, y, self.mask)
 
 
-def deal(x: jax.Array) -> jax.Array:
-    """x as it is, with all steps of one column in each lane.
+def _exchanged(x: jax.Array) -> jax.Array:
+    """The same tile, in a layout where each lane has all steps of one column (CUB: BlockExchange).
 
-    Lanes load up to 16 bytes, which are neighbouring columns, and Triton would keep them so. Splits
-    and joins along the steps make it exchange them through shared memory. Of a single column and
-    group, which is one lane's as it is, these splits crash Triton.
+    A lane loads 16 bytes of neighbouring columns, and Triton would keep that layout. Splits and
+    joins along the steps make Triton exchange the elements through shared memory. Triton crashes on
+    them where the tile is that of a single lane, which has all of its steps anyway.
     """
     if x.size == x.shape[0]:
         return x

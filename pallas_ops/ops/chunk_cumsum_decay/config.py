@@ -19,7 +19,7 @@ TILE_BYTES = 4096  # of a warp's tile with columns
 ROW_ELEMENTS = 1024  # of a warp's tile along a last axis
 NARROW = 16  # columns up to which a lane sums its neighbours' numbers, not its own
 TALL = 2048  # positions of a column that is loaded at once
-MAX_WARPS = 4
+MOST_WARPS = 4  # that are chosen for a program
 LEAST_SEGMENTS = 8  # of a chunk that is the whole axis: fewer do not make up for another pass
 
 
@@ -123,7 +123,7 @@ def choose(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
     block_c, most = _usual(s)
     if 1 < s.c <= NARROW and most < s.size <= TALL and s.b * s.count * s.c <= 4 * card.num_sms:
         # Too few programs to hide a load's latency: each column's chunk is loaded at once.
-        return ChunkCumsumDecayConfig(block_n=power_of_two(s.size), num_warps=MAX_WARPS)
+        return ChunkCumsumDecayConfig(block_n=power_of_two(s.size), num_warps=MOST_WARPS)
     num_segments = min(8 * card.num_sms // (s.b * -(-s.c // block_c)), -(-s.n // most))
     if s.count > 1 or num_segments < LEAST_SEGMENTS:
         return _choose_tiles(s, card)
@@ -140,7 +140,7 @@ def _usual(s: Sizes) -> tuple[int, int]:
 def _choose_tiles(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
     """Whole lines of memory, loads that run ahead, and more warps where the array is small."""
     block_c, most = _usual(s)
-    block_n = min(power_of_two(s.size), MAX_WARPS * most if s.c == 1 else most)
+    block_n = min(power_of_two(s.size), MOST_WARPS * most if s.c == 1 else most)
     if s.c > NARROW and block_n == 64:
         block_n = min(block_n, power_of_two(s.size) // 2)  # two tiles: the second's load waits
     per_warp = ROW_ELEMENTS if s.c == 1 else TILE_BYTES // s.itemsize
@@ -154,7 +154,7 @@ def _choose_tiles(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
     vector = MAX_VECTOR // s.itemsize  # numbers that a lane can load at once
     vector = vector if s.c == 1 else min(vector, s.c & -s.c)
     while (
-        num_warps < MAX_WARPS
+        num_warps < MOST_WARPS
         and programs * (num_warps if s.c > NARROW else 1) < 3 * card.num_sms
         and elements // (32 * num_warps) > 2 * vector
     ):

@@ -96,7 +96,7 @@ def _totals_kernel(
     steps = view.num_steps if view.s.c == 1 else max(1, view.num_steps // vector)
 
     def step(t: Any, state: State) -> State:
-        tile = Tile(ranges, t * plan.c.block_n, plan.c.block_n, steps, dealt=False)
+        tile = Tile(ranges, t * plan.c.block_n, plan.c.block_n, steps, exchange=False)
         x = ranges.load_x(tile, x_ref)
         pivot = raised(largest_in_lane(x), state.pivot)
         total = exp2((x - pivot[None]) * LOG2E).sum(axis=STEPS)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ops.core import fastmath, launch
-from pallas_ops.core.fastmath import LOG2E, exp2, larger, log2, multiply_add, reciprocal
+from pallas_ops.core.fastmath import LOG2E, exp2, fmax, log2, multiply_add, reciprocal
 from pallas_ops.core.tiles import HUGE, Ref
 from pallas_ops.ops.logcumsumexp.config import Plan, num_steps
 from pallas_ops.ops.logcumsumexp.reference import State, clamp
@@ -76,7 +76,7 @@ def raised(x: jax.Array, pivot: jax.Array) -> jax.Array:
 
 
 def finite(x: jax.Array) -> jax.Array:
-    return jnp.minimum(larger(x, -HUGE), HUGE)
+    return jnp.minimum(fmax(x, -HUGE), HUGE)
 
 
 def largest_in_lane(x: jax.Array) -> jax.Array:

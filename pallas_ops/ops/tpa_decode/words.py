@@ -55,7 +55,7 @@ def pack(x: jax.Array) -> jax.Array:
 
 
 def deinterleave(x: jax.Array, count: int) -> list[jax.Array]:
-    """The columns of [rows, features], dealt out to `count` tiles: of two, even and odd ones."""
+    """Every `count`-th column of [rows, features], from columns 0, 1, .. on: `count` tiles."""
     return unstack(x.reshape(len(x), -1, count))
 
 
