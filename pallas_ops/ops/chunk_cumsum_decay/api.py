@@ -183,6 +183,9 @@ def evaluate(
     params: Params, x: jax.Array, cu_seqlens: jax.Array | None, factor: jax.Array | None
 ) -> jax.Array:
     """The sums of x, times a scale that is an array."""
+    if params.axis == 0:  # the first axis of an `Op` is a batch
+        lifted = dataclasses.replace(params, axis=1)
+        return evaluate(lifted, x[None], cu_seqlens, factor)[0]
     if factor is not None:  # times the sums: what they leave out may be NaN
         full = jnp.dtype(wide(x.dtype))
         summed = dataclasses.replace(params, dtypes=(params.dtypes[0], full.name))
@@ -194,11 +197,7 @@ def evaluate(
     operands = shards.unify(names, x, edges)
     if params.implementation == "xla":
         return vjp.evaluate(params, *operands)
-    operands = forward_mode.refuse("chunk_cumsum_decay", *operands)
-    if params.axis > 0:
-        return vjp.accumulate(params, *operands)
-    x, edges = operands  # the op's first axis is a batch
-    return vjp.accumulate(dataclasses.replace(params, axis=1), x[None], edges)[0]
+    return vjp.accumulate(params, *forward_mode.refuse("chunk_cumsum_decay", *operands))
 
 
 _run: Callable[..., jax.Array] = jax.jit(evaluate, static_argnums=0, inline=True)

@@ -158,21 +158,19 @@ def evaluate(
     params: Params, x: jax.Array, initial: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """The output, and the final state with an axis of length 1."""
-    axis = params.axis
+    if params.axis == 0:  # the first axis of an `Op` is a batch
+        if initial is not None:
+            initial = jnp.broadcast_to(initial, (1, *x.shape[1:]))[None]
+        out, final = evaluate(dataclasses.replace(params, axis=1), x[None], initial)
+        return out[0], final[0]
     if initial is not None:
-        initial = reference.initial_state(initial, x, axis, params.clip)
+        initial = reference.initial_state(initial, x, params.axis, params.clip)
     operands = shards.unify(params.axis_name, x, initial)
     if params.implementation == "xla":
         out, final = vjp.evaluate(params, *operands)
-        return out, jnp.expand_dims(final, axis)
-    operands = forward_mode.refuse("logcumsumexp", *operands)
-    if axis > 0:
-        out, final = vjp.accumulate(params, *operands)
-    else:  # the ops' first axis is a batch
-        lifted = (None if y is None else y[None] for y in operands)
-        out, final = vjp.accumulate(dataclasses.replace(params, axis=1), *lifted)
-        out, final = out[0], final[0]
-    return out, jnp.expand_dims(final, axis)
+    else:
+        out, final = vjp.accumulate(params, *forward_mode.refuse("logcumsumexp", *operands))
+    return out, jnp.expand_dims(final, params.axis)
 
 
 _run: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(evaluate, static_argnums=0, inline=True)
