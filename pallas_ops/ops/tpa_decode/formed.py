@@ -41,8 +41,8 @@ def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
     v = product("bmkh,bmkd->bmhd", o.av, o.bv)
     q, v = p.score_scale * q.astype(jnp.float32), p.value_scale * v
     q, k, v = (x.astype(_dtype(s)) for x in (q, k, v))
-    of = prompt.backward if prompt.has_gradient(o, p) else _in_chunks
-    dq, dk, dv = of(q, k, v, o, p)
+    has_cudnn = prompt.has_gradient(o, p)
+    dq, dk, dv = prompt.backward(q, k, v, o) if has_cudnn else _in_chunks(q, k, v, o, p)
 
     def of_factors(form: str, g: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Any:
         """The gradients of a and b, from the gradient g of scale * a b."""

@@ -25,6 +25,10 @@ def merge(
     """
     b, _, rows, e = out.shape
     size, width = (4, min(64, tile(e))) if block <= 64 else (1, 32)
+    results = [
+        jax.ShapeDtypeStruct((b, rows, e), jnp.dtype(out_dtype)),
+        jax.ShapeDtypeStruct((b, rows), jnp.float32),
+    ]
     merged, total = launch(
         partial(_merge_kernel, block=block, size=size, width=width),
         out,
@@ -32,14 +36,8 @@ def merge(
         name="tpa_decode_merge",
         grid=(pl.cdiv(rows, size), pl.cdiv(e, width), b),
         in_specs=[per_batch(out), per_batch(lse)],
-        out_specs=[
-            pl.BlockSpec((None, rows, e), lambda *ids: (ids[-1], 0, 0)),
-            pl.BlockSpec((None, rows), lambda *ids: (ids[-1], 0)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((b, rows, e), jnp.dtype(out_dtype)),
-            jax.ShapeDtypeStruct((b, rows), jnp.float32),
-        ],
+        out_specs=[*map(per_batch, results)],
+        out_shape=results,
         num_warps=max(1, block * size * width // 2048),
     )
     return merged, total
@@ -89,23 +87,24 @@ def _merge_kernel(
     plgpu.store(total_ref.at[i], lse, mask=(i < rows) & (pl.program_id(1) == 0))
 
 
-def sum_splits(parts: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:
-    """Float32 arrays [B, S, ..] summed over S, all in one launch, as arrays of `like`."""
-    if parts[0].shape[1] == 1:
-        return [x.astype(y.dtype).reshape(y.shape) for x, y in zip(parts, like, strict=True)]
-    flat = [x.reshape(*x.shape[:2], -1) for x in parts]
+def sum_splits(partials: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:
+    """Float32 arrays [B, S, ..] summed over S in one launch, in the shapes and dtypes of `like`."""
+    if partials[0].shape[1] == 1:
+        return [x.astype(y.dtype).reshape(y.shape) for x, y in zip(partials, like, strict=True)]
+    flat = [x.reshape(*x.shape[:2], -1) for x in partials]
     b, splits = flat[0].shape[:2]
     block, width = min(power_of_two(splits), 256), 32
+    results = [
+        jax.ShapeDtypeStruct((b, x.shape[2]), y.dtype) for x, y in zip(flat, like, strict=True)
+    ]
     sums = launch(
         partial(_sum_kernel, block=block, width=width),
         *flat,
         name="tpa_decode_sum",
         grid=(sum(pl.cdiv(x.shape[2], width) for x in flat), b),
         in_specs=[*map(per_batch, flat)],
-        out_specs=[pl.BlockSpec((None, x.shape[2]), lambda *ids: (ids[-1], 0)) for x in flat],
-        out_shape=[
-            jax.ShapeDtypeStruct((b, x.shape[2]), y.dtype) for x, y in zip(flat, like, strict=True)
-        ],
+        out_specs=[*map(per_batch, results)],
+        out_shape=results,
         num_warps=max(1, block * width // 2048),
     )
     return [x.reshape(y.shape) for x, y in zip(sums, like, strict=True)]

@@ -50,9 +50,7 @@ def has_gradient(o: Operands, p: Params) -> bool:
     return takes(s, p) and s.n == s.m and o.lengths is None and not p.has_lse
 
 
-def backward(
-    q: jax.Array, k: jax.Array, v: jax.Array, o: Operands, _: Params
-) -> tuple[jax.Array, ...]:
+def backward(q: jax.Array, k: jax.Array, v: jax.Array, o: Operands) -> tuple[jax.Array, ...]:
     """Gradients of q, k and v [B, N, H, D] in the dtype of the cache."""
     n, dtype, wide = q.shape[1], o.ak.dtype, jnp.dtype(jnp.float32)
     attention = partial(jax.nn.dot_product_attention, scale=1.0, is_causal=True)
@@ -150,15 +148,15 @@ def _formed(
     batch, heads, size, m = o.ak.shape[0], o.ak.shape[-1], o.bk.shape[-1], keys.stop - keys.start
     rows, columns = 4, min(1024, power_of_two(heads * size))
     arrays = None if lengths is None else lengths[:, None], o.ak, o.bk, o.av, o.bv
-    out_shape = jax.ShapeDtypeStruct((batch, m, heads * size), o.ak.dtype)
+    result = jax.ShapeDtypeStruct((batch, m, heads * size), o.ak.dtype)
     formed = launch.launch(
         partial(_form, first=keys.start, value_scale=value_scale, rows=rows, columns=columns),
         *arrays,
         name="tpa_decode_form",
         grid=(pl.cdiv(m, rows), pl.cdiv(heads * size, columns), batch),
         in_specs=[*map(per_batch, arrays)],
-        out_specs=[pl.BlockSpec((None, m, heads * size), lambda *ids: (ids[-1], 0, 0))] * 2,
-        out_shape=[out_shape] * 2,
+        out_specs=[per_batch(result)] * 2,
+        out_shape=[result] * 2,
         num_warps=4,
     )
     return [x.reshape(batch, m, heads, size) for x in formed]
