@@ -47,7 +47,7 @@ def signature(x: jax.Array | None) -> Any:
 
 
 def array(name: str, value: Any) -> jax.Array:
-    """What `jax.numpy.asarray` makes of NumPy arrays, numbers and lists."""
+    """`jax.numpy.asarray` of NumPy arrays, numbers and lists."""
     if isinstance(value, jax.Array):
         return value
     try:

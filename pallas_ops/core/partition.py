@@ -158,9 +158,9 @@ def _is_partitioned_otherwise() -> bool:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class TypeOf:
-    """What `reshard_like` needs of an operand, for a rule that would save it for nothing else."""
+    """The sharding in an operand's type, for a rule that saves the operand for nothing else."""
 
-    sharding: Any  # of `jax.typeof(operand)`
+    sharding: Any
 
 
 def is_explicit(x: jax.Array | TypeOf) -> bool:
@@ -173,7 +173,7 @@ def _sharding(x: jax.Array | TypeOf) -> Any:
 
 
 def reshard_like(x: T, operand: jax.Array | TypeOf | None) -> T:
-    """`x` with the operand's sharding, where that is of its type: as a gradient must have it."""
+    """`x` with the sharding in the operand's type, as a gradient must have it."""
     if x is None or operand is None or not is_explicit(operand):
         return x
     return jax.sharding.reshard(x, _sharding(operand))

@@ -29,7 +29,7 @@ def split_evenly(n: Any, parts: int, part: Any) -> tuple[Any, Any]:
 
 
 def wide(dtype: Any) -> Any:
-    """What is computed in: float32, and float64 for float64."""
+    """The dtype to compute in: float64 for float64, else float32."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 

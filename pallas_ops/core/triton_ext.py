@@ -1,4 +1,4 @@
-"""What Triton offers and Pallas does not reach: scans, gathers, and pipelined loops.
+"""Features of Triton that Pallas lacks: scans, gathers, and pipelined loops.
 
 The private JAX that this takes is imported here and nowhere else. Without it, kernels that scan run
 as jax.numpy, no kernel gathers, and loops are not pipelined.
@@ -33,9 +33,7 @@ Tiles = Sequence[jax.Array]
 Combine = Callable[[Tiles, Tiles], Tiles]
 
 
-def scan(
-    combine: Combine, xs: Tiles, *, axis: int = 0, reverse: bool = False
-) -> tuple[jax.Array, ...]:
+def scan(combine: Combine, xs: Tiles, *, axis: int, reverse: bool = False) -> tuple[jax.Array, ...]:
     """Inclusive scan of several tiles of one shape under an associative operator.
 
     `combine(before, after)` has to be elementwise; `before` is what the scan met first, which in

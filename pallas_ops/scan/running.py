@@ -43,7 +43,7 @@ def plus(start: jax.Array | None, x: jax.Array) -> jax.Array:
 def exclusive_scan(
     combine: Combine, nothing: Tiles, xs: Tiles, *, axis: int, reverse: bool
 ) -> tuple[jax.Array, ...]:
-    """For each entry along an axis the sum of all before it, in scan direction."""
+    """The exclusive scan: the sum of all entries before each one, in scan direction."""
     size = len(xs)
 
     def join(before: Tiles, after: Tiles) -> Tiles:
@@ -67,6 +67,6 @@ def _add(before: Any, after: Any) -> Any:
 
 
 def edge(x: jax.Array, axis: int, *, last: bool) -> jax.Array:
-    """The first or last entry along an axis of an array, which a kernel cannot index."""
+    """x[0] or x[-1] along an axis, as a masked sum: kernels cannot index arrays."""
     there = lax.broadcasted_iota(jnp.int32, x.shape, axis) == (x.shape[axis] - 1 if last else 0)
     return jnp.where(there, x, 0.0).sum(axis=axis)

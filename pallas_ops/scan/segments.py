@@ -33,12 +33,12 @@ SCANNED = 512  # totals that a program scans at least, if there are so many
 
 
 def shapes(s: Sizes) -> list[jax.ShapeDtypeStruct]:
-    """Of the totals."""
+    """Shapes of pivot and sum of the totals."""
     return [jax.ShapeDtypeStruct((s.b, s.c, s.count), jnp.float32)] * 2
 
 
 def load(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool = False) -> Pair:
-    """The sum before a program's own segments [ranges, columns], of what `prepared` returns."""
+    """The sum before each of a program's segments [ranges, columns], from what `prepared` made."""
     if ranges.view.s.count <= FEW:
         return _added_up(ranges, p_ref, w_ref, reverse=reverse)
     at, mask = _own(ranges)
@@ -48,7 +48,7 @@ def load(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool = False) -> Pa
 
 
 def _added_up(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool) -> Pair:
-    """From the totals of the column, all of which the program loads."""
+    """The sum before each segment: the program loads all totals of its columns and adds them up."""
     (row, column, own), there = _own(ranges)
     count = ranges.view.s.count
     at = jnp.broadcast_arrays(row[..., None], column[..., None], span(power_of_two(count)))
@@ -75,12 +75,12 @@ def _own(ranges: Ranges) -> tuple[Any, jax.Array | None]:
 
 
 def join(a: Pair, b: Pair, *, exp2: Any = fastmath.exp2) -> Pair:
-    """The sum of two pairs, below the larger p."""
+    """The sum of two pairs, relative to the larger p."""
     p = jnp.maximum(a[0], b[0])
     return p, a[1] * exp2((a[0] - p) * LOG2E) + b[1] * exp2((b[0] - p) * LOG2E)
 
 
-joined = partial(join, exp2=jnp.exp2)  # for a scan, which takes no inline assembly
+joined = partial(join, exp2=jnp.exp2)  # for scans: their operators take no inline assembly
 
 
 def added(totals: Pair, *, axis: int = -1) -> Pair:
@@ -93,9 +93,9 @@ def added(totals: Pair, *, axis: int = -1) -> Pair:
 def prepared(
     s: Sizes, find_totals: Callable[[], Pair], *, reverse: bool = False
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """For each segment the sum of the totals before it (in reverse: after it); None for one.
+    """What `load` takes: the sum before each segment (in reverse: after it).
 
-    The totals as they are where they are few, since `load` then adds them up.
+    Where there are few segments, their totals: `load` adds these up. (None, None) for one segment.
     """
     if s.count == 1:
         return None, None

@@ -55,7 +55,7 @@ class Ranges:
     def load(
         self, ref: Ref, position: jax.Array | int, mask: jax.Array | None = None, other: float = 0.0
     ) -> jax.Array:
-        """From [b, positions, c], in float32; `other` where the mask is false."""
+        """Loads from an array [b, positions, c], in float32; `other` where the mask is false."""
         at, mask = self.index(position, mask)
         x = plgpu.load(ref.at[at], mask=mask, other=None if mask is None else other)
         return x.astype(jnp.float32)
@@ -67,7 +67,7 @@ class Ranges:
         plgpu.store(ref.at[at], y.astype(ref.dtype), mask=mask)
 
     def index(self, position: jax.Array | int, mask: jax.Array | None = None) -> Any:
-        """Index and mask, both of one shape: [ranges, columns], or a tile's."""
+        """Index and mask of one shape, [ranges, columns] or that of a tile."""
         if isinstance(position, int):
             position = jnp.full_like(self.number, position)
         row, column, inside = self.row, self.column, self.inside
@@ -107,7 +107,7 @@ class Tile:
         self.ranges, self.exchange, view = ranges, exchange, ranges.view
         steps, groups = span(num_steps), span(block_n // num_steps)
         offset = groups[None, None, :, None] * num_steps + steps[:, None, None, None]
-        self.order = block_n - 1 - offset if view.mirrored else offset  # in which the scan meets it
+        self.order = block_n - 1 - offset if view.mirrored else offset  # of the scan
         if view.mirrored:
             self.position = per_range(ranges.stop - first - block_n) + offset
         elif view.reverse:
@@ -123,7 +123,7 @@ class Tile:
         self.mask = None if view.full else inside
 
     def load(self, ref: Ref, other: float = 0.0) -> jax.Array:
-        """In float32; `other` beyond the range."""
+        """The tile in float32; `other` beyond the range."""
         x = self.ranges.load(ref, self.position, self.mask, other)
         return _exchanged(x) if self.exchange and self.ranges.view.s.c > 1 else x
 

@@ -22,8 +22,8 @@ from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.implementations import LONGEST, kernel_or_reference
 from pallas_ops.core.launch import launch
 
-MOST_RANGES = 2**30  # that one axis of the grid counts
-MAX_VECTOR = 16  # bytes that a lane loads at once
+MOST_RANGES = 2**30  # at most so many are counted by one axis of the grid
+MAX_VECTOR = 16  # bytes of one load of a lane
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class View:
 
     @property
     def rows(self) -> int:
-        """Rows whose ranges one axis of the grid counts; its last axis has a part for each."""
+        """Rows that the second axis of the grid counts; the third axis counts blocks of them."""
         return max(1, min(self.s.b, MOST_RANGES // self.s.count))
 
     @property
@@ -79,7 +79,7 @@ class View:
 
     @property
     def tiles(self) -> int:
-        """Of a range."""
+        """How many tiles a range has."""
         return pl.cdiv(self.s.size, self.block_n)
 
     @property

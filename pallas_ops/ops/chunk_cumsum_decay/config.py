@@ -70,11 +70,11 @@ class Params:
 
     @property
     def name(self) -> str:
-        """That of the op and of its kernel."""
+        """The name of the op and of its kernel."""
         return "chunk_cumsum_decay" + "_backward" * self.is_gradient
 
     def transposed(self) -> "Params":
-        """Of the gradient; twice is the same again."""
+        """The arguments of the gradient; transposed twice, they are the same again."""
         return dataclasses.replace(
             self,
             reverse=not self.reverse,
@@ -94,7 +94,7 @@ class Plan:
 
 
 def plan_of(x: jax.Array, edges: jax.Array | None, params: Params) -> Plan:
-    """How to run along one axis of x."""
+    """The plan of a launch along one axis of x."""
     s, n = Sizes.of(x.shape, params.axis, x.dtype.itemsize), x.shape[params.axis]
     size = min(params.chunk_size, n)
     count = pl.cdiv(n, size)
@@ -103,7 +103,7 @@ def plan_of(x: jax.Array, edges: jax.Array | None, params: Params) -> Plan:
     s = dataclasses.replace(s, size=size, count=count)
     c = params.config or choose(s, card.current())
     if edges is None and c.num_segments > 1:
-        # Of the one chunk; a shift within it is one along the sequence.
+        # There is one chunk; a shift within it is a shift along the sequence.
         s = s.split(c.num_segments, c.block_n)
         params = dataclasses.replace(params, shift=params.shift and "sequence")
     view = View(
@@ -119,7 +119,7 @@ def plan_of(x: jax.Array, edges: jax.Array | None, params: Params) -> Plan:
 
 
 def choose(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
-    """In segments where one chunk is the whole axis; a tall chunk of few columns is one tile."""
+    """A chunk of the whole axis is cut into segments; a short one of few columns is one tile."""
     block_c, most = _usual(s)
     if 1 < s.c <= NARROW and most < s.size <= TALL and s.b * s.count * s.c <= 4 * card.num_sms:
         # Too few programs to hide a load's latency: each column's chunk is loaded at once.
@@ -132,7 +132,7 @@ def choose(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
 
 
 def _usual(s: Sizes) -> tuple[int, int]:
-    """Columns of a tile, and positions of a warp's."""
+    """Columns of a tile, and positions of the tile of one warp."""
     block_c = min(power_of_two(s.c), LINE_BYTES // s.itemsize)
     return block_c, ROW_ELEMENTS if s.c == 1 else max(64, TILE_BYTES // (block_c * s.itemsize))
 

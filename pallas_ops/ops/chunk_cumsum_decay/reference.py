@@ -26,7 +26,7 @@ def accumulate(
 
 
 def _regular(y: jax.Array, carry: jax.Array | None, p: Params) -> jax.Array:
-    """Without `edges`: chunks are counted from 0, so each is a row of a reshaped array."""
+    """The sums without `edges`: chunks are counted from 0, so each is a row of a reshaped array."""
     axis, reverse, size = p.axis, p.reverse, p.chunk_size
     outer, n, inner = y.shape[:axis], y.shape[axis], y.shape[axis + 1 :]
     num_chunks = -(-n // size)
@@ -55,7 +55,7 @@ def _pad(y: jax.Array, axis: int, low: int, high: int) -> jax.Array:
 
 
 def edges_of(cu_seqlens: jax.Array, n: int) -> jax.Array:
-    """[S + 3]: where S sequences begin and end, between what is before and what is behind them."""
+    """[S + 3]: 0, where S sequences begin, where the last one ends, and the end of the axis."""
     inside = jnp.clip(cu_seqlens.astype(jnp.int32), 0, n)
     if isinstance(inside.size, int):
         inside = lax.cummax(inside)
@@ -72,7 +72,7 @@ def among(ends: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def _packed(y: jax.Array, edges: jax.Array, carry: jax.Array | None, p: Params) -> jax.Array:
-    """With `edges`: chunks are counted from where their sequence begins."""
+    """The sums with `edges`: chunks are counted from where their sequence begins."""
     axis, reverse, n = p.axis, p.reverse, y.shape[p.axis]
     i = jnp.arange(n, dtype=jnp.int32)
     sequence = among(edges[1:-1], i)

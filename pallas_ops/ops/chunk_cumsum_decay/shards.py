@@ -60,7 +60,7 @@ def accumulate(
 
 
 def _width(p: Params, n: int, *, even: bool) -> int:
-    """How many of a shard's positions at most enter the next shard's sums."""
+    """At most so many of a shard's positions enter the next shard's sums."""
     if not even or p.chunk_size > n:
         return min(p.chunk_size, n)
     if p.shift != "sequence":
@@ -72,9 +72,9 @@ def _reach(p: Params, edges: jax.Array, bound: jax.Array) -> tuple[jax.Array, ja
     """How many positions before a bound enter the sums after it, and if a chunk spans the bound."""
 
     def chunk(i: jax.Array) -> tuple[jax.Array, ...]:
-        """Of the chunk at i: whether it belongs to a sequence, and three distances to the bound.
+        """Whether the chunk at i belongs to a sequence, and three distances to the bound.
 
-        From where the chunk begins, from where its sequence begins, and to where that ends.
+        Those are from the chunk's begin, from the sequence's begin, and to the sequence's end.
         """
         sequence = among(edges[1:-1], i[None])[0]
         low, high = edges[sequence], edges[sequence + 1]

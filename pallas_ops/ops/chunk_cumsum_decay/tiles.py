@@ -68,7 +68,7 @@ class Chunks(Ranges):
 
     @property
     def tiles(self) -> Any:
-        """Of the longest chunk."""
+        """How many tiles the longest chunk has."""
         if self.view.tiles == 1 or not self.view.packed:
             return self.view.tiles
         return pl.cdiv(jnp.max(self.stop - self.start), self.view.block_n)
@@ -80,7 +80,7 @@ class Chunks(Ranges):
         return edge & (self.start < self.stop)
 
     def load_tile(self, tile: Tile, ref: Ref) -> jax.Array:
-        """What is summed."""
+        """The numbers to sum: x, scaled and shifted."""
         position = tile.position
         mask = and_masks(tile.mask, None if self.live is None else per_range(self.live))
         if self.shifts_x and not self.exclusive:
@@ -96,7 +96,7 @@ class Chunks(Ranges):
         self.store(ref, position, y, mask)
 
     def load_edges(self, ref: Ref) -> jax.Array | None:
-        """What exclusive sums start from, if not from nothing: each chunk's neighbour."""
+        """Where exclusive sums start from the x of each chunk's neighbour, that x; else None."""
         if not self.exclusive or self.params.shift == "chunk":
             return None
         position, mask = self._edge()

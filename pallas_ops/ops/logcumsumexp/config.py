@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def num_tiles(self) -> int:
-        """Of the whole axis: as many states are saved, and one."""
+        """Tiles of the whole axis; one state more is saved."""
         return -(-self.view.s.n // self.c.block_n)
 
     @property
@@ -80,12 +80,12 @@ class Plan:
         return self.c.block_n if recurrence else min(self.c.block_exact, self.c.block_n)
 
     def shape(self, size: int) -> jax.ShapeDtypeStruct:
-        """Of an array [b, size, c] in float32."""
+        """The type of a float32 array [b, size, c]."""
         return jax.ShapeDtypeStruct((self.view.s.b, size, self.view.s.c), jnp.float32)
 
 
 def plan_of(x: jax.Array, params: Params, *, backward: bool = False) -> Plan:
-    """How to run along one axis of x."""
+    """The plan of a launch along one axis of x."""
     s = Sizes.of(x.shape, params.axis, x.dtype.itemsize)
     c = params.config or choose(s, params.block_n, card.current(), backward=backward)
     view = View(

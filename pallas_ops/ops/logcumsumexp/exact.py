@@ -54,9 +54,9 @@ def range_too_large(x: jax.Array, state: State, pivot: jax.Array) -> jax.Array:
 
 
 def any_of(x: jax.Array) -> jax.Array:
-    """Whether any is true.
+    """Whether any is true, in a form by which the compiler sees that a warp does not diverge.
 
-    Reduced over 32 copies as well: so the compiler sees that a warp's lanes take one branch.
+    That form is a reduction over 32 equal numbers.
     """
     return jnp.broadcast_to(jnp.where(x, 1, 0).max(), (32,)).max() > 0
 
@@ -140,7 +140,10 @@ def _after(state: State, x: jax.Array) -> State:
 
 
 def _gradients(p: jax.Array, share: jax.Array, grad: Pair, *, reverse: bool) -> jax.Array:
-    """Below each pivot p, the gradient of the total there: shares from there on, and `grad`."""
+    """The gradient of the total at each position, relative to its pivot p.
+
+    It is the sum of the shares from that position on, and of `grad`.
+    """
     pivot, total = (y[:, None] for y in grad)
     axis = GROUPS if p.shape[STEPS] == 1 else STEPS
     _, own = scan(_add_share, (p, share), axis=axis, reverse=reverse)
@@ -162,9 +165,9 @@ def _add_share(later: Any, earlier: Any) -> Any:
 
 
 def _exclusive_shares(later: Any, earlier: Any) -> Any:
-    """Of all groups but what was met last, and of all; an infinite pivot says that there is none.
+    """The sum without the group that was met last, and the sum of all groups.
 
-    Pivots of numbers are finite, that of inf included.
+    An infinite pivot stands for "no group"; pivots of groups are finite.
     """
     p, w = later[2:]
     none = earlier[0] == jnp.inf

@@ -26,8 +26,8 @@ LANES = 2**19  # numbers that one step of a scan may take side by side
 class State(NamedTuple):
     """The log-sum-exp pivot + log(total), with total = sum exp(x - pivot).
 
-    `error` is the compensation term of the sum (Kahan): very many small numbers behind a large one
-    are not lost. Pivot and error are constants to differentiation.
+    `error` is the compensation term of Kahan summation, so that many small numbers after a large
+    one count. Pivot and error are constants to differentiation.
     """
 
     pivot: jax.Array
@@ -43,7 +43,7 @@ class State(NamedTuple):
 def initial_state(
     given: jax.Array, x: jax.Array | jax.ShapeDtypeStruct, axis: int, clip: float | None
 ) -> jax.Array:
-    """What was given as a state of x: clipped, in float32 (float64), and without `axis`."""
+    """The given initial state, clipped, in float32 (float64), and without `axis`."""
     shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
     full = jnp.broadcast_to(given.astype(wide(x.dtype)), shape)
     return clamp(full.squeeze(axis), clip)
@@ -126,8 +126,8 @@ def _scan(
     """The final state, and `emit` of the states before and after each of xs.
 
     xs are numbers, or pivots and totals. Their axis is cut into segments that are scanned side by
-    side: first what each of them comes to, of which this function gives the state before each
-    segment; then each segment from there.
+    side. First the total of each segment is found; this function scans the totals, which gives the
+    state before each segment. Then each segment is scanned from there.
     """
     n, count = xs[0].shape[0], _num_segments(xs[0].shape)
     if count > 1:
@@ -159,7 +159,7 @@ def _segments(xs: tuple[jax.Array, ...], count: int) -> tuple[jax.Array, ...]:
 
 
 def _totals(xs: tuple[jax.Array, ...]) -> State:
-    """Of each segment."""
+    """The state of each segment, as if nothing came before it."""
     return lax.scan(lambda s, x: (_sum(s, *x), None), _start(xs[0]), xs)[0]
 
 
@@ -178,8 +178,8 @@ def _num_segments(shape: tuple[int, ...]) -> int:
 def _sum(state: State, x: jax.Array, total: jax.Array | int = 1) -> State:
     """The state with total * exp(x) in it.
 
-    The pivot stays until x is larger by more than 1. So what is below it takes a factor of exactly
-    1, or of at most 1 / e: the rounding errors of many factors would add up.
+    The pivot is raised only where x exceeds it by more than 1. So the old total is multiplied by
+    exactly 1 or by at most 1 / e: the rounding errors of many factors near 1 would add up.
     """
     largest = jnp.finfo(x.dtype).max
     raised = jnp.where(x > state.pivot + 1, jnp.minimum(x, largest), state.pivot)

@@ -117,7 +117,7 @@ class Shard:
         return out, State(*final, final[1]).log, *saved
 
     def _gathered(self, *xs: jax.Array) -> list[jax.Array]:
-        """Each of xs, of all shards, along a new first axis."""
+        """All shards' xs, along a new first axis of each."""
         every = shards.gather(jnp.stack(vary.unify(*xs)), self.axis_name)
         every = every[::-1] if self.params.reverse else every
         return [every[:, i] for i in range(len(xs))]

@@ -25,7 +25,7 @@ LN2 = math.log(2)
 
 
 def rescaled(state: State, pivot: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Total and compensation term below another pivot."""
+    """Total and compensation term, relative to another pivot."""
     factor = exp2((state.pivot - pivot) * LOG2E)
     return state.total * factor, state.error * factor
 
@@ -89,7 +89,7 @@ def largest(x: jax.Array) -> jax.Array:
 
 
 def sum_of(x: jax.Array) -> jax.Array:
-    """Of a tile [ranges, columns]."""
+    """The sum of a tile for each range and column."""
     return x.sum(axis=STEPS).sum(axis=GROUPS - 1)
 
 

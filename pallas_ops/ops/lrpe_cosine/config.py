@@ -1,4 +1,4 @@
-"""What a call of lrpe_cosine has: static arguments, operands, launch choices, and their plan."""
+"""Static arguments, operands and launch choices of lrpe_cosine, and the plan of a launch."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ WIDEST = 4096  # features that one tile can hold
 WALK_TILES = 8  # tiles that one step of a walk loads together
 # A walk that also stores loads fewer tiles together, because no load is moved above a store. It
 # pipelines its loop instead: asynchronous copies are issued before earlier stores.
-STORING_WALK_TILES, STORING_WALK_STAGES = 2, 3  # the latter at most
-SPREAD_ELEMENTS = 2**22  # of x: from this size on, a copy of an unaligned theta pays
+STORING_WALK_TILES, MOST_STORING_STAGES = 2, 3
+SPREAD_ELEMENTS = 2**22  # elements of x from which on a copy of an unaligned theta pays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Operands(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What tokens share in a softmax over the sequence: a = exp(x - pivot) * share, per feature."""
+    """Values per feature of a softmax over the sequence: a = exp(x - pivot) * share."""
 
     pivot: Any = None  # the maximum of x
     share: Any = None  # the reciprocal of the sum of exp(x - pivot)
@@ -165,7 +165,7 @@ def storing_stages(c: LrpeCosineConfig, itemsize: int, card: Card) -> int:
     """Stages of a walk that stores: each but the last holds x and dout of a step's tiles."""
     tile = c.block_n * c.block_d * itemsize
     fitting = (card.shared_memory - tile) // (3 * STORING_WALK_TILES * tile)
-    return min(STORING_WALK_STAGES, 1 + fitting)
+    return min(MOST_STORING_STAGES, 1 + fitting)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

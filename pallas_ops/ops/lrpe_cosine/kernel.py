@@ -138,7 +138,7 @@ def _run(
 
 
 def _angles(plan: Plan, operands: Operands) -> jax.Array:
-    """All angles, in turns [(B,) N, H, D], of one head if they share theta."""
+    """All angles, in turns [(B,) N, H, D]; one head if all heads share theta."""
     batch = (plan.s.b,) if plan.p.per_batch else ()
     heads = operands.theta.shape[0]
     out = jax.ShapeDtypeStruct((*batch, plan.s.n, heads, plan.s.d), jnp.float32)

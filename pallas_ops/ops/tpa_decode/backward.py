@@ -1,4 +1,4 @@
-"""Which way the gradient of tpa_decode goes: one pass over the keys, several, or whole matrices."""
+"""How the gradient of tpa_decode is found: by one pass over the keys, several, or matrices."""
 
 import dataclasses
 from typing import Any
@@ -76,7 +76,7 @@ def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
 
 
 def _of_rounded_query(o: Operands, p: Params) -> tuple[jax.Array, ...]:
-    """At default precision: q is formed, scaled and rounded as in the forward pass."""
+    """The gradient at default precision: q is formed, scaled and rounded as in the forward pass."""
 
     def query(aq: jax.Array, bq: jax.Array) -> jax.Array:
         return reference.query(aq, bq, p.score_scale * LOG2E).astype(o.ak.dtype)

@@ -98,7 +98,7 @@ def _written(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
 
     Where types say how the cache is split, each device writes into its own part.
     """
-    # As a batched scatter, which stays sharded along the batch.
+    # A batched scatter stays sharded along the batch.
     write_rows: Any = jax.vmap(lambda row, i, x: row.at[i].set(x, mode="drop", unique_indices=True))
     if not is_explicit(old):
         return write_rows(old, place, tokens)

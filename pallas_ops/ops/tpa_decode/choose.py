@@ -11,7 +11,7 @@ from pallas_ops.ops.tpa_decode.shared_memory import backward_bytes, forward_byte
 
 
 def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeConfig:
-    """The forward launch: a program or more for each multiprocessor, with all of its memory in use.
+    """The forward launch: one program or more on each multiprocessor, using all shared memory.
 
     Raises:
       NoKernelError: where not even one block of 16 keys fits.
@@ -49,7 +49,7 @@ def _choose_keys(
     least = max(8, 16 // min(s.tile_rk, s.tile_rv))  # the tensor cores' sixteen entries
     num_warps = 4 if rows * s.tile_e <= 64 * 128 else 8
     if s.is_quantised_bfloat16 and s.tile_e // s.features_per_word <= rows < 64:
-        # Of a tile with as many rows as columns each warp takes 16 rows.
+        # Triton gives each warp 16 rows of a tile that has as many rows as columns.
         num_warps, most_programs = rows // 16, 4
     c = TpaDecodeConfig(
         block_h=block_h,
@@ -59,7 +59,7 @@ def _choose_keys(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    # Nearer than the bound, above all where head factors are loaded ahead, which copies none.
+    # An estimate below the bound, above all where head factors are loaded ahead into registers.
     taken = forward_bytes(s, c) * (3 / 4 if s.gathers(block_h) and s.pages is None else 5 / 6)
     least_keys = (48 if 32 < block_h <= 64 and s.gathers(block_h) else 96) * num_warps
     for programs in range(2, most_programs + 1):
@@ -112,7 +112,7 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
         num_warps=4 if block_n * tiles[0] <= 64 else 8,
         num_stages=2 if s.dtype == "float32" else 3,
     )
-    taken = backward_bytes(s, c) * 8 // 9  # nearer than the bound
+    taken = backward_bytes(s, c) * 8 // 9  # an estimate below the bound
     if s.has_few_features and taken > card.shared_memory // 2:  # two programs a multiprocessor
         c = dataclasses.replace(c, num_stages=2)
     fitting = fit(s, c, backward_bytes, card, least=16)

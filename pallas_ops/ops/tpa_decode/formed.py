@@ -27,13 +27,13 @@ SCORES = 75_000_000
 
 
 def takes(s: Sizes) -> bool:
-    """Whether this is the faster way, and takes no memory out of proportion."""
+    """Whether this is faster than the kernel's passes, and q, k and v are not too large."""
     fits = s.n >= 512 or s.b * s.m * s.h * (s.d + s.e) <= MOST_FORMED
     return fits and s.n * s.most_ranks**2 >= LEAST_ROWS
 
 
 def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
-    """Gradients of the factors there are."""
+    """Gradients of the factors that are present."""
     s, (o, _) = Sizes.of(o, p), reference.of_seen_keys(p, o)
     product = _product(s, min(s.rk, s.rv, s.r) > 1)
     q = o.aq if o.bq is None else product("bnhr,bnrd->bnhd", o.aq, o.bq)

@@ -39,7 +39,7 @@ def load(keys: Keys, rows: Rows, ref: Any, ranks: int) -> jax.Array:
 
 
 def load_ranks(keys: Keys, rows: Rows, ref: Any, ranks: int) -> list[jax.Array]:
-    """Of octets, each rank of ak or av as [keys / 8, 8, rows], in float32."""
+    """ak or av in octets: a tile [keys / 8, 8, rows] of each rank, in float32."""
     if keys.plan.gathers:
         entry, exists = keys.entries_of_block(ranks)
         x = _gather(ref, rows, entry[:, None], rows.column[None, :])
@@ -52,17 +52,17 @@ def load_ranks(keys: Keys, rows: Rows, ref: Any, ranks: int) -> list[jax.Array]:
 
 
 def _gather(block: jax.Array, rows: Rows, entry: jax.Array, column: jax.Array) -> jax.Array:
-    """Of a block [entries H], flat, these heads of each entry.
+    """These heads of each entry, from a flat block [entries H].
 
-    A block is copied 16 bytes at a time, wherever its rows of H numbers begin. The gather takes it
-    apart: threads read from shared memory what the tensor cores want them to have.
+    A block is copied 16 bytes at a time, wherever its rows of H numbers begin. By the gather each
+    thread then reads from shared memory the elements that its layout has.
     """
     h = rows.plan.s.h
     return triton_ext.gather(block, entry * h + jnp.minimum(rows.first_h + column, h - 1))
 
 
 def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
-    """Of an array [M ranks, H] these heads, as [heads / 16, entries, 16].
+    """These heads of an array [M ranks, H], as [heads / 16, entries, 16].
 
     Shared memory holds tiles in the order of their axes: 16 heads of one entry are 32 bytes, and
     those of the next entry follow. In a tile [entries, 64 heads] the eight entries that a matrix

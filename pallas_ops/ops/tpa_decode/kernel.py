@@ -72,7 +72,7 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
 
 
 def _check_features(s: Sizes) -> None:
-    """Those of eight bits are loaded two at once, and not every card has float8."""
+    """Refuses an odd number of features of eight bits, and float8 on cards without it."""
     is_float8 = s.quantised is not None and s.quantised.startswith("float8")
     if (
         s.d % s.features_per_word
@@ -143,7 +143,7 @@ def _forward_kernel(
 def _ahead(
     plan: Plan, ak_ref: Ref, av_ref: Ref, table_ref: Ref | None, stop: Any, limit: Any, i: Any
 ) -> Any:
-    """What step i takes that is loaded one step before: pages, or head factors."""
+    """What is loaded for step i during the step before: pages, or head factors."""
     if plan.prefetches_pages:
         return look_up(plan, i, table_ref, limit)
     if plan.prefetches_heads:

@@ -4,8 +4,8 @@ With u_k = (bk_k bq^T) aq^T, s = sum_k u_k ak_k, p = exp(s - lse), t_k = bv_k do
 ds = p (sum_k t_k av_k - dout . out + dlse):
 dav_k = p t_k, dbv_k = (p av_k) dout, dak_k = ds u_k, and with g_k = ds ak_k:
 dbk_k = (g_k aq) bq, dq = sum_k g_k^T bk_k (scales left out).
-Tiles are [keys, rows]: so the head factors are used and stored as they lie in memory, and what is
-made of them is the left side of a product, which the tensor cores take from registers.
+Tiles are [keys, rows], so head factors are loaded and stored in memory order, and tiles computed
+from them are left operands of products, which the tensor cores take from registers.
 """
 
 from functools import partial, reduce
@@ -120,7 +120,7 @@ def _backward_kernel(
 
 
 class _Queries:
-    """What one tile of rows has of the queries."""
+    """What one tile of rows loads before the loop over keys."""
 
     def __init__(
         self, rows: Rows, aq_ref: Ref, out_ref: Ref, dout_ref: Ref, lse_ref: Ref, dlse_ref: Ref

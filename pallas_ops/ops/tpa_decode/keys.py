@@ -46,11 +46,11 @@ class Keys:
         self.begin = step * plan.c.block_m
         whole = isinstance(stop, int) and stop % plan.c.block_m == 0 and self.first is None
         self.all_valid = all_valid or whole
-        # Masks are the faster ones where two tiles load of one contiguous cache, by 10 %.
+        # With two tiles of heads and no pages, masked loads are 10 % faster than clamped indices.
         self.masked = plan.backward or (len(plan.tiles) > 1 and table_ref is None)
         self.index = self.begin + self._spread(span(plan.c.block_m))
         self.inside = self._are_valid(self.index)
-        # Each tile of heads asks for them.
+        # Cached, as each tile of heads asks for them.
         self.entries = functools.cache(self._entries)
         self.entries_of_block = functools.cache(self._entries_of_block)
 
@@ -80,7 +80,7 @@ class Keys:
         return seen if window is None else seen & (key >= last - window)
 
     def _spread(self, place: jax.Array) -> jax.Array:
-        """Which key of the block is at each place of a tile: an order without bank conflicts.
+        """The key of the block at each place of a tile: an order without bank conflicts.
 
         A warp reads a tile as the tensor cores hold it: at a time eight heads (4 banks of shared
         memory) of four keys, or of four pairs of entries. The numbers of keys `step` apart are an
@@ -96,7 +96,7 @@ class Keys:
         return key // step * (4 * step) + thread * step + key % step
 
     def _ranked(self, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of each entry the key, the rank, and whether it is loaded."""
+        """The key and the rank of each entry, and whether it is loaded."""
         size = power_of_two(ranks)
         key, rank = grouped(self.plan.c.block_m, size)
         if self.plan.backward:
@@ -110,12 +110,12 @@ class Keys:
         return key, rank, exists & (rank < ranks)
 
     def _entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """Which rows of an array [M ranks, ..] they are; which exist."""
+        """The rows of an array [M ranks, ..] that the entries are, and a mask."""
         key, rank, exists = self._ranked(ranks)
         return self._place(key) * ranks + rank, exists
 
     def _entries_of_block(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """Which rows of the block's [block_m ranks, ..] they are; which exist."""
+        """The rows of the block [block_m ranks, ..] that the entries are, and a mask."""
         key, rank, exists = self._ranked(ranks)
         return (key - self.begin) * ranks + jnp.minimum(rank, ranks - 1), exists
 
@@ -131,7 +131,7 @@ class Keys:
         return plgpu.load(ref.at[begin + number], mask=inside, other=0.0)
 
     def _place(self, key: jax.Array) -> jax.Array:
-        """Where keys are in the cache. A page out of range is taken for the nearest one."""
+        """The places of keys in the cache. A page out of range is taken for the nearest one."""
         if self.table_ref is None:
             return key
         assert self.plan.s.pages is not None
@@ -150,7 +150,7 @@ class Keys:
         return jnp.clip(page, 0, number - 1) * size + lax.rem(key, size)
 
     def features(self, ranks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Where bk or bv [M ranks, size] has its features."""
+        """Rows, columns and mask of the tile of bk or bv [M ranks, size]."""
         entry, inside = self.entries(ranks)
         column = span(tile(size))
         return entry, column, inside[:, None] & (column < size)[None, :]
@@ -162,7 +162,7 @@ class Keys:
         return [x] if s.quantised is None else [y.astype(s.dtype) for y in widen(x, s.quantised)]
 
     def heads(self, rows: Rows, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Where ak or av [M ranks, H] has these heads."""
+        """Rows, columns and mask of the tile of ak or av [M ranks, H]."""
         entry, inside = self.entries(ranks)
         return entry, rows.first_h + rows.column, inside[:, None] & rows.column_inside[None, :]
 

@@ -111,7 +111,7 @@ def sum_splits(partials: list[jax.Array], like: list[jax.Array]) -> list[jax.Arr
 
 
 def _sum_kernel(*refs: Ref, block: int, width: int) -> None:
-    """Of arrays [S, columns], sums [columns]. A program takes a block of columns of one array."""
+    """Sums [columns] of arrays [S, columns]. A program takes a block of columns of one array."""
     program, half = pl.program_id(0), len(refs) // 2
     for part_ref, sum_ref in zip(refs[:half], refs[half:], strict=True):
         blocks, j = pl.cdiv(sum_ref.shape[0], width), program * width + span(width)

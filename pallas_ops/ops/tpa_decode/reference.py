@@ -34,7 +34,7 @@ def scales(sizes: Sequence[int], given: Sequence[Scale | None]) -> tuple[Scale, 
 
 
 def _size(x: Any) -> Any:
-    """At least 1; an array where it is symbolic (jax.export)."""
+    """A size, at least 1; a symbolic one (jax.export) as an array."""
     return max(x, 1) if isinstance(x, int) else jnp.asarray(x, jnp.float32)
 
 
@@ -50,7 +50,7 @@ def as_int32(x: jax.Array) -> jax.Array:
 def with_lengths(o: Operands, window: int | None, axis_name: Names | None) -> Operands:
     """Lengths [B] counted from the start of this shard's part of the cache (may be > M).
 
-    None where all keys exist and nothing is counted from the last one.
+    None where all keys exist and no query's keys depend on the last one's position.
     """
     lengths = None if o.lengths is None else as_int32(o.lengths)
     from_last = o.aq.shape[1] != 1 or window is not None
@@ -69,7 +69,7 @@ def with_lengths(o: Operands, window: int | None, axis_name: Names | None) -> Op
 
 
 def from_pages(o: Operands) -> Operands:
-    """Each row's own [B, M, ...] in place of pages; a page out of range is the nearest."""
+    """Gathers the pages of each row: [B, M, ...]. A page out of range is taken for the nearest."""
     if o.page_table is None:
         return o
     table = jnp.maximum(o.page_table, 0)  # negative indices would count from the end
@@ -89,7 +89,7 @@ def from_pages(o: Operands) -> Operands:
 
 
 def dequantised(o: Operands) -> Operands:
-    """Feature factors in the dtype of the head factors, which holds all that 8 bits can be."""
+    """Feature factors in the dtype of the head factors, which holds all values of 8 bits."""
     if o.bk.dtype.itemsize != 1:
         return o
     return o._replace(bk=o.bk.astype(o.ak.dtype), bv=o.bv.astype(o.ak.dtype))
@@ -98,7 +98,7 @@ def dequantised(o: Operands) -> Operands:
 def of_seen_keys(p: Params, o: Operands) -> tuple[Operands, jax.Array | None]:
     """The operands, and which keys each query sees, [B or 1, N, M]; None for all of them.
 
-    Factors are zero where nobody sees a key, for there they may hold NaN.
+    Factors of keys that no query sees are set to 0, since they may be NaN.
     """
     o = dequantised(o)
     if o.lengths is None and o.aq.shape[1] == 1 and p.window is None:
@@ -111,7 +111,7 @@ def of_seen_keys(p: Params, o: Operands) -> tuple[Operands, jax.Array | None]:
 
 
 def stops(o: Operands) -> jax.Array:
-    """For each query the first key after those that it sees, [B or 1, N]."""
+    """One past the last key that each query sees, [B or 1, N]."""
     n: int = o.aq.shape[1]
     lengths = jnp.asarray(o.m if o.lengths is None else o.lengths, jnp.int32).reshape(-1, 1)
     return lengths - (n - 1 - jnp.arange(n, dtype=jnp.int32)[None])
@@ -140,7 +140,7 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
 
 
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
-    """Of these keys' part in an attention to more of them, whose out and lse are given."""
+    """Gradients of the factors. The given out and lse may be of more keys (those of all shards)."""
     o = Operands(*operands)
 
     def run(*factors: Any) -> tuple[jax.Array, jax.Array]:

@@ -68,7 +68,7 @@ def static(
 
 
 def _sizes(o: Operands) -> dict[str, int]:
-    """By letter. aq comes last: of its axes the others tell which are the heads."""
+    """The size of each axis letter. aq is checked last: then H is known from the other factors."""
     axes = checks.Axes()
     cache = "B M" if o.page_table is None else "P page_size"
     if o.bq is not None:

@@ -1,4 +1,4 @@
-"""What Triton takes of shared memory for a launch of tpa_decode, at most."""
+"""Upper bounds of the shared memory that Triton takes for a launch of tpa_decode."""
 
 from pallas_ops.core.tiles import power_of_two
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles
@@ -13,7 +13,7 @@ def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products = max(own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores)
     if s.is_quantised_bfloat16:  # widened in registers
         products = scores
-    # Where the threads that have a key's ranks are not those of its values.
+    # Weights move between threads where keys and values have different numbers of ranks.
     exchange = 0 if s.tile_rk == s.tile_rv else 8 * rows * s.most_ranks
     key = _buffer_bytes(s, c, heads) + 8 * s.tile_rk * ranks + products + exchange
     return max(queries + c.block_m * key, 4 * rows * s.tile_e)  # the latter stores the output

@@ -36,7 +36,7 @@ class Plan:
 
     @property
     def prefetches_heads(self) -> bool:
-        """Whether registers hold the head factors of the next step: 5 to 8 % less time.
+        """Whether the head factors of the next step are loaded into registers: 5 to 8 % less time.
 
         The page of a block would have to be waited for, and two tiles have no registers left.
         """
@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def pages_a_block(self) -> int:
-        """Most pages that a block of keys touches; 0 without pages."""
+        """At most so many pages hold a block of keys; 0 without pages."""
         if self.s.pages is None:
             return 0
         size, block = self.s.pages[1], self.c.block_m
@@ -61,12 +61,12 @@ class Plan:
 
     @property
     def output_pieces(self) -> Pieces:
-        """Of a float32 side of products for the output; float32 results need all of its bits."""
+        """bfloat16 pieces of a float32 operand, where the output or a gradient is made."""
         return 1 if self.s.rounds_weights else 3 if self.s.wide_queries else 2
 
     @property
     def score_pieces(self) -> Pieces:
-        """Of scores: the log-sum-exp is float32."""
+        """The same where scores are made, of which the log-sum-exp needs all 24 bits."""
         return 1 if self.s.precision == "default" else 2 if self.s.is_quantised_bfloat16 else 3
 
     def dot(self, a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
@@ -78,7 +78,7 @@ class Plan:
         return self.head_blocks * pl.cdiv(self.s.n, self.c.block_n)
 
     def flattened(self, o: Operands) -> Operands:
-        """As kernels take them; head factors that are gathered are [B, M ranks H]."""
+        """The operands in the shapes of kernels; gathered head factors are [B, M ranks H]."""
         arrays = Operands(*(x if x is None or x.ndim < 3 else flat(x) for x in o))
         if o.lengths is not None:
             arrays = arrays._replace(lengths=o.lengths[:, None])
@@ -93,7 +93,7 @@ def flat(x: jax.Array) -> jax.Array:
 
 
 def per_batch(x: Any) -> Any:
-    """All of an array but its batch axis, the last of the grid, along which it may have size 1."""
+    """One batch element of an array; the batch is the last axis of the grid, and 1 is broadcast."""
     if x is None:
         return None
     b, *shape = x.shape
