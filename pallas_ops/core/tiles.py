@@ -34,7 +34,7 @@ def wide(dtype: Any) -> Any:
 
 
 def along(flags: jax.Array, x: jax.Array, axis: int = 0) -> jax.Array:
-    """Flags [n] beside an axis of x."""
+    """Flags [n] in a shape that broadcasts along an axis of x."""
     return lax.expand_dims(flags, [i for i in range(x.ndim) if i != axis])
 
 

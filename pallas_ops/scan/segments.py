@@ -38,7 +38,7 @@ def shapes(s: Sizes) -> list[jax.ShapeDtypeStruct]:
 
 
 def load(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool = False) -> Pair:
-    """The sum before each of a program's segments [ranges, columns], from what `prepared` made."""
+    """The sum before each segment of a program [ranges, columns], from `sums_before`."""
     if ranges.view.s.count <= FEW:
         return _added_up(ranges, p_ref, w_ref, reverse=reverse)
     at, mask = _own(ranges)
@@ -80,17 +80,17 @@ def join(a: Pair, b: Pair, *, exp2: Any = fastmath.exp2) -> Pair:
     return p, a[1] * exp2((a[0] - p) * LOG2E) + b[1] * exp2((b[0] - p) * LOG2E)
 
 
-joined = partial(join, exp2=jnp.exp2)  # for scans: their operators take no inline assembly
+join_in_scan = partial(join, exp2=jnp.exp2)  # for scans: their operators take no inline assembly
 
 
-def added(totals: Pair, *, axis: int = -1) -> Pair:
+def sum_pairs(totals: Pair, *, axis: int = -1) -> Pair:
     """The sum of pairs along an axis, outside of a kernel."""
     p, w = totals
     top = p.max(axis=axis)
     return top, (w * jnp.exp(p - jnp.expand_dims(top, axis))).sum(axis=axis)
 
 
-def prepared(
+def sums_before(
     s: Sizes, find_totals: Callable[[], Pair], *, reverse: bool = False
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """What `load` takes: the sum before each segment (in reverse: after it).
@@ -133,7 +133,7 @@ def _kernel(
     mask = (at[0] < columns) & (at[1] < count)
     p = plgpu.load(p_ref.at[at], mask=mask, other=-HUGE)
     w = plgpu.load(w_ref.at[at], mask=mask, other=0.0)
-    sums = scan(joined, (p, w), axis=1, reverse=reverse)
+    sums = scan(join_in_scan, (p, w), axis=1, reverse=reverse)
     # The sum up to a segment is stored for the next one; nothing is before the first.
     last, first, step = (0, count - 1, -1) if reverse else (count - 1, 0, 1)
     is_last = at[1] == last

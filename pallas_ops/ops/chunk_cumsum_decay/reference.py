@@ -64,7 +64,7 @@ def edges_of(cu_seqlens: jax.Array, n: int) -> jax.Array:
     return jnp.concatenate([jnp.zeros(1, jnp.int32), inside, jnp.full(1, n, jnp.int32)])
 
 
-def among(ends: jax.Array, i: jax.Array) -> jax.Array:
+def count_at_most(ends: jax.Array, i: jax.Array) -> jax.Array:
     """How many of the ascending `ends` are at most i."""
     if not isinstance(ends.size, int):  # symbolic (jax.export), which searchsorted does not take
         return jnp.sum(ends[:, None] <= i[None], axis=0, dtype=jnp.int32)
@@ -75,7 +75,7 @@ def _packed(y: jax.Array, edges: jax.Array, carry: jax.Array | None, p: Params) 
     """The sums with `edges`: chunks are counted from where their sequence begins."""
     axis, reverse, n = p.axis, p.reverse, y.shape[p.axis]
     i = jnp.arange(n, dtype=jnp.int32)
-    sequence = among(edges[1:-1], i)
+    sequence = count_at_most(edges[1:-1], i)
     low, high = edges[sequence], edges[sequence + 1]
     offset = (i - low) % p.chunk_size
 

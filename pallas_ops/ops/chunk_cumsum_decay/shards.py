@@ -20,7 +20,7 @@ from pallas_ops.core.dispatch import Run
 from pallas_ops.core.shards import Names
 from pallas_ops.core.tiles import along, wide
 from pallas_ops.ops.chunk_cumsum_decay.config import Params
-from pallas_ops.ops.chunk_cumsum_decay.reference import among
+from pallas_ops.ops.chunk_cumsum_decay.reference import count_at_most
 
 
 def accumulate(
@@ -76,7 +76,7 @@ def _reach(p: Params, edges: jax.Array, bound: jax.Array) -> tuple[jax.Array, ja
 
         Those are from the chunk's begin, from the sequence's begin, and to the sequence's end.
         """
-        sequence = among(edges[1:-1], i[None])[0]
+        sequence = count_at_most(edges[1:-1], i[None])[0]
         low, high = edges[sequence], edges[sequence + 1]
         start = low + (i - low) // p.chunk_size * p.chunk_size
         live = (sequence > 0) & (sequence < edges.size - 2)

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, and_masks
 from pallas_ops.ops.chunk_cumsum_decay.config import Plan
-from pallas_ops.ops.chunk_cumsum_decay.reference import among
+from pallas_ops.ops.chunk_cumsum_decay.reference import count_at_most
 from pallas_ops.scan.tile import Ranges, Tile, per_range
 
 
@@ -30,7 +30,7 @@ def table_of(plan: Plan, edges: jax.Array) -> jax.Array:
     counts = jnp.where(bounds[:-1] < bounds[1:], counts, 0)
     ends = jnp.cumsum(counts)
     slot = jnp.arange(s.count, dtype=jnp.int32)
-    sequence = among(ends, slot)
+    sequence = count_at_most(ends, slot)
     last = counts.size - 1
     own = jnp.minimum(sequence, last)
     low, high = bounds[own], bounds[own + 1]

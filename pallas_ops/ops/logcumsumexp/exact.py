@@ -17,7 +17,6 @@ from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp.reference import State
 from pallas_ops.ops.logcumsumexp.tiles import (
     Segments,
-    below,
     compensated,
     exponentials,
     finite,
@@ -26,11 +25,12 @@ from pallas_ops.ops.logcumsumexp.tiles import (
     largest_in_lane,
     log_of,
     raised,
+    rebase,
     rescaled,
     sum_of,
 )
 from pallas_ops.scan.running import GROUPS, STEPS, edge, exclusive_scan
-from pallas_ops.scan.segments import Pair, join, joined
+from pallas_ops.scan.segments import Pair, join, join_in_scan
 from pallas_ops.scan.tile import Tile, loop, per_range
 
 FAINT_BITS = 16  # a prefix below 2**-16 of exp(pivot) loses digits in its logarithm
@@ -99,7 +99,7 @@ def backward(
             total = _gradients(p, share, (grad.pivot, grad.total), reverse=not mirrored)
             ranges.store_dx(tile, dx_ref, x_ref, exp2((x - p) * LOG2E) * total)
         factor = exp2((before.pivot - grad.pivot) * LOG2E)
-        whole = sum_of(below(share, per_range(before.pivot), p))
+        whole = sum_of(rebase(share, per_range(before.pivot), p))
         return State(before.pivot, *compensated(grad.total * factor, grad.error * factor, whole))
 
     return loop(count, step, grad)
@@ -119,13 +119,15 @@ def _states(x: jax.Array, before: State, mirrored: bool) -> Pair:
     p = finite(x)
     start = before.pivot[:, None], before.total[:, None]  # beside [ranges, groups, columns]
     axis = GROUPS if x.shape[STEPS] == 1 else STEPS
-    own: Any = scan(joined, (p, exp2((x - p) * LOG2E)), axis=axis, reverse=mirrored)
+    own: Any = scan(join_in_scan, (p, exp2((x - p) * LOG2E)), axis=axis, reverse=mirrored)
     if axis == STEPS and x.shape[GROUPS] > 1:
         top = finite(largest_in_lane(x))
         total = exp2((x - top[None]) * LOG2E).sum(axis=STEPS)
         nothing = jnp.full_like(top, -HUGE), jnp.zeros_like(total)
         groups = top, total
-        earlier: Any = exclusive_scan(joined, nothing, groups, axis=GROUPS - 1, reverse=mirrored)
+        earlier: Any = exclusive_scan(
+            join_in_scan, nothing, groups, axis=GROUPS - 1, reverse=mirrored
+        )
         start = join(start, earlier)
     return join((start[0][None], start[1][None]), own)
 
@@ -135,7 +137,7 @@ def _after(state: State, x: jax.Array) -> State:
     top = finite(largest(x))
     pivot = raised(top, state.pivot)
     total, error = rescaled(state, pivot)
-    added = below(sum_of(exponentials(x, top)), top, pivot)
+    added = rebase(sum_of(exponentials(x, top)), top, pivot)
     return State(pivot, *compensated(total, error, added))
 
 
@@ -148,15 +150,15 @@ def _gradients(p: jax.Array, share: jax.Array, grad: Pair, *, reverse: bool) -> 
     axis = GROUPS if p.shape[STEPS] == 1 else STEPS
     _, own = scan(_add_share, (p, share), axis=axis, reverse=reverse)
     if axis == GROUPS:
-        return own + below(total[None], p, pivot[None])
+        return own + rebase(total[None], p, pivot[None])
     top = p.max(axis=STEPS)  # of each group, its last pivot
-    after = below(total, top, pivot)
+    after = rebase(total, top, pivot)
     if p.shape[GROUPS] > 1:
         first = tuple(edge(y, STEPS, last=not reverse) for y in (p, own))
         nothing = jnp.full_like(top, jnp.inf), jnp.zeros_like(top)
         behind = scan(_exclusive_shares, (*nothing, *first), axis=GROUPS - 1, reverse=reverse)
-        after = after + jnp.where(behind[0] < jnp.inf, below(behind[1], top, behind[0]), 0.0)
-    return own + below(after[None], p, top[None])
+        after = after + jnp.where(behind[0] < jnp.inf, rebase(behind[1], top, behind[0]), 0.0)
+    return own + rebase(after[None], p, top[None])
 
 
 def _add_share(later: Any, earlier: Any) -> Any:

@@ -21,7 +21,6 @@ from pallas_ops.ops.logcumsumexp.config import Params, Plan, plan_of
 from pallas_ops.ops.logcumsumexp.reference import State
 from pallas_ops.ops.logcumsumexp.tiles import (
     Segments,
-    below,
     compensated,
     empty,
     exponentials,
@@ -30,6 +29,7 @@ from pallas_ops.ops.logcumsumexp.tiles import (
     log_of,
     pair_of,
     raised,
+    rebase,
     rescaled,
     state_of,
 )
@@ -47,7 +47,7 @@ def forward(
     plan = plan_of(x, params)
     s, sizes = plan.view.s, (1, *[plan.num_tiles + 1] * (2 * save))
     view = x.reshape(s.b, s.n, s.c)
-    before = segments.prepared(s, partial(_totals, plan, is_interpreted(), view))
+    before = segments.sums_before(s, partial(_totals, plan, is_interpreted(), view))
     columns = (None if y is None else y.reshape(s.b, 1, s.c) for y in given)
     shapes = [jax.ShapeDtypeStruct(view.shape, x.dtype), *map(plan.shape, sizes)]
     out, final, *saved = launch_plan(
@@ -65,7 +65,7 @@ def totals(x: jax.Array, *, params: Params) -> Pair:
     """The pivot and total of all of the axis."""
     plan = plan_of(x, params)
     s = plan.view.s
-    p, w = segments.added(_totals(plan, is_interpreted(), x.reshape(s.b, s.n, s.c)))
+    p, w = segments.sum_pairs(_totals(plan, is_interpreted(), x.reshape(s.b, s.n, s.c)))
     shape = x.shape[: params.axis] + x.shape[params.axis + 1 :]
     return p.reshape(shape), w.reshape(shape)
 
@@ -105,7 +105,7 @@ def _totals_kernel(
     groups = plan.c.block_n // steps
     state = ranges.loop(step, empty((view.num_ranges, groups, view.block_c)))
     top = state.pivot.max(axis=GROUPS - 1)
-    total = below(state.total, state.pivot, top[:, None]).sum(axis=GROUPS - 1)
+    total = rebase(state.total, state.pivot, top[:, None]).sum(axis=GROUPS - 1)
     segments.store(ranges, p_ref, s_ref, (top, total))
 
 

@@ -19,10 +19,10 @@ from pallas_ops.ops.logcumsumexp.config import Params, Plan, plan_of
 from pallas_ops.ops.logcumsumexp.reference import State
 from pallas_ops.ops.logcumsumexp.tiles import (
     Segments,
-    below,
     compensated,
     exponentials,
     inverse,
+    rebase,
     rescaled,
     state_of,
     sum_of,
@@ -43,7 +43,7 @@ def backward(
     s = plan.view.s
     arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, *saved)]
     column = None if dfinal is None else dfinal.reshape(s.b, 1, s.c)
-    behind = segments.prepared(s, partial(_totals, plan, arrays), reverse=True)
+    behind = segments.sums_before(s, partial(_totals, plan, arrays), reverse=True)
     shapes = [jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)]
     dx, dinitial = launch_plan(
         _backward_kernel, plan, "logcumsumexp_backward", shapes, *arrays, column, *behind
@@ -59,7 +59,7 @@ def backward_totals(
     plan = plan_of(x, params, backward=True)
     s, pivot = plan.view.s, lax.index_in_dim(saved_p, 0, params.axis, keepdims=False)
     arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, saved_p, saved_s)]
-    p, w = segments.added(_totals(plan, arrays))
+    p, w = segments.sum_pairs(_totals(plan, arrays))
     return ((w * jnp.exp(p + pivot.reshape(p.shape))).reshape(pivot.shape),)
 
 
@@ -112,7 +112,7 @@ def _backward_kernel(
     if p_ref is not None:
         last, (p, w) = pivot, segments.load(ranges, p_ref, w_ref, reverse=True)
         pivot, _ = ranges.load_saved(saved, (ranges.number + 1) * plan.view.tiles)
-        grad = below(grad, pivot, last) + w * exp2((p + pivot) * LOG2E)
+        grad = rebase(grad, pivot, last) + w * exp2((p + pivot) * LOG2E)
     after = _tiles(ranges, state_of((pivot, grad)), saved, (x_ref, do_ref, dx_ref))
     _, total = ranges.load_saved(saved, jnp.zeros_like(ranges.number))
     is_first = None if plan.view.s.count == 1 else ranges.number == 0

@@ -18,7 +18,7 @@ from pallas_ops.core import shards, vary
 from pallas_ops.core.tiles import along
 from pallas_ops.ops.logcumsumexp.config import Params
 from pallas_ops.ops.logcumsumexp.reference import State, finite, pair_of, pair_of_nothing
-from pallas_ops.scan.segments import Pair, added
+from pallas_ops.scan.segments import Pair, sum_pairs
 
 
 class Shard:
@@ -91,15 +91,15 @@ class Shard:
         end = jnp.where(last_t == 0, 0, dfinal / jnp.where(last_t == 0, 1, last_t))
         u = jnp.where(is_last, u + end * jnp.exp(p - last_p), u)
         p, t, u = self._gathered(p, t, u)
-        after = _below(last_p, p, u, numbers > self.number) * finite(last_t)
+        after = _sum_gradients(last_p, p, u, numbers > self.number) * finite(last_t)
         dlast = jnp.where(is_last, dfinal, after)
         dx, _ = self.run("backward", *vary.unify(x, do, dlast, *saved))
-        return dx, t[0] * _below(p[0], p, u, numbers >= 0)
+        return dx, t[0] * _sum_gradients(p[0], p, u, numbers >= 0)
 
     def _exchanged(self, own: Pair, start: Pair) -> Pair:
         """The states of all shards; the first one's has the initial state in it."""
         p, t = map(jnp.stack, zip(start, own, strict=True))
-        first = added((p, t), axis=0)
+        first = sum_pairs((p, t), axis=0)
         p, t = self._gathered(*_choose(self.number == 0, first, own))
         return p, t
 
@@ -110,10 +110,10 @@ class Shard:
         """
         p, t = states
         earlier = along(jnp.arange(self.count) < self.number, p)
-        before = added(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
+        before = sum_pairs(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
         operands = vary.unify(x, *_choose(self.number == 0, start, before))
         out, _, *saved = self.run(name, *operands)
-        final = added((p, t), axis=0)
+        final = sum_pairs((p, t), axis=0)
         return out, State(*final, final[1]).log, *saved
 
     def _gathered(self, *xs: jax.Array) -> list[jax.Array]:
@@ -140,8 +140,8 @@ def _choose(condition: jax.Array, ours: Any, others: Any) -> Any:
     return [jnp.where(condition, x, y) for x, y in zip(ours, others, strict=True)]
 
 
-def _below(pivot: jax.Array, p: jax.Array, u: jax.Array, among: jax.Array) -> jax.Array:
-    """The sum of some of the gradients u, each below one of p, as a gradient below `pivot`."""
-    among = along(among, u)
-    factor = jnp.exp(jnp.where(among, pivot[None] - p, -jnp.inf))
-    return jnp.where(among, u * factor, 0).sum(axis=0)
+def _sum_gradients(pivot: jax.Array, p: jax.Array, u: jax.Array, included: jax.Array) -> jax.Array:
+    """The sum, relative to `pivot`, of the included gradients u, each relative to its p."""
+    included = along(included, u)
+    factor = jnp.exp(jnp.where(included, pivot[None] - p, -jnp.inf))
+    return jnp.where(included, u * factor, 0).sum(axis=0)

@@ -50,9 +50,9 @@ def log_of(pivot: jax.Array, total: jax.Array) -> jax.Array:
     return multiply_add(log2(total), LN2, jnp.broadcast_to(pivot, total.shape))
 
 
-def below(total: jax.Array, pivot: jax.Array, other: jax.Array) -> jax.Array:
-    """A total relative to another pivot."""
-    return total * exp2((pivot - other) * LOG2E)
+def rebase(total: jax.Array, pivot: jax.Array, new_pivot: jax.Array) -> jax.Array:
+    """A total relative to a new pivot. (The gradient of a total takes the inverse factor.)"""
+    return total * exp2((pivot - new_pivot) * LOG2E)
 
 
 def exponentials(x: jax.Array, pivot: jax.Array) -> jax.Array:

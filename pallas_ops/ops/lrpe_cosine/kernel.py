@@ -29,7 +29,7 @@ from pallas_ops.ops.lrpe_cosine.config import (
     plan_of,
     storing_stages,
 )
-from pallas_ops.scan.segments import added
+from pallas_ops.scan.segments import sum_pairs
 
 
 def forward(o: Operands, *, p: Params, save: bool = False) -> tuple[jax.Array, ...]:
@@ -57,7 +57,7 @@ def softmax(o: Operands, *, p: Params) -> tuple[jax.Array, jax.Array]:
     plan = plan_of(p, o)
     out = [_feature_struct(plan, plan.parts)] * 2
     pivots, totals = _run(kernel_walk.softmax, plan, o, out, "_softmax")
-    return added((pivots, totals), axis=0)
+    return sum_pairs((pivots, totals), axis=0)
 
 
 def mean(o: Operands, *, p: Params) -> tuple[jax.Array]:

@@ -20,7 +20,7 @@ Layout = Literal["BNHD", "BHND"]
 Act = Literal["none", "relu", "sigmoid", "silu", "softmax"]
 
 
-def counted(p: Params, n: int, offset: Any, first: jax.Array | int = 0) -> jax.Array:
+def token_positions(p: Params, n: int, offset: Any, first: jax.Array | int = 0) -> jax.Array:
     """The positions of n tokens [(B,) N, K], the first of which is number `first`."""
     token = first + jax.lax.iota(jnp.int32, n)
     if offset is not None and p.per_batch:
@@ -44,7 +44,7 @@ def _angles(p: Params, o: Operands) -> jax.Array:
     """
     d, positions = o.sized.shape[-1], o.positions
     if positions is None:
-        positions = counted(p, o.sized.shape[p.tokens_axis], o.offset)
+        positions = token_positions(p, o.sized.shape[p.tokens_axis], o.offset)
     positions = positions.astype(o.theta.dtype)
     if p.num_axes > 1:
         positions = jnp.repeat(positions, o.theta.shape[1], axis=-1)[..., :d]

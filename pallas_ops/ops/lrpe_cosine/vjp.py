@@ -24,7 +24,7 @@ from pallas_ops.core.dispatch import Op, Run
 from pallas_ops.core.partition import TypeOf, reshard_like
 from pallas_ops.ops.lrpe_cosine import kernel, reference
 from pallas_ops.ops.lrpe_cosine.config import SOFTMAX_FEATURES, Operands, Params
-from pallas_ops.scan.segments import added
+from pallas_ops.scan.segments import sum_pairs
 
 RESIDUALS = "pallas_ops.lrpe_cosine"
 
@@ -76,12 +76,12 @@ def _of_shard(
     o = Operands(*operands)
     if o.positions is None:
         n = o.sized.shape[p.tokens_axis]
-        positions = reference.counted(p, n, o.offset, n * lax.axis_index(axis_name))
+        positions = reference.token_positions(p, n, o.offset, n * lax.axis_index(axis_name))
         o = o._replace(positions=positions.astype(o.theta.dtype), offset=None)
     if p.over_sequence and o.pivot is None:
         own = jnp.stack(run(op("softmax", p), *Operands(o.x), p=p))
         every = shards.gather(own, axis_name)
-        pivot, total = added((every[:, 0], every[:, 1]), axis=0)
+        pivot, total = sum_pairs((every[:, 0], every[:, 1]), axis=0)
         o = o._replace(pivot=pivot, share=1 / total)
     o = Operands(*vary.unify(*o))
     if p.over_sequence and o.mean is None and name in ("backward", "gradients"):

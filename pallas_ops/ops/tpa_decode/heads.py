@@ -47,7 +47,7 @@ def load_ranks(keys: Keys, rows: Rows, ref: Any, ranks: int) -> list[jax.Array]:
     else:
         x = _groups(keys, rows, ref, ranks)
         x = x.swapaxes(0, 1).reshape(x.shape[1], -1)
-    xs = of_ranks(x, ranks)
+    xs = split_ranks(x, ranks)
     return [rows.repeat_for_queries(x.astype(jnp.float32), 2) for x in xs]
 
 
@@ -91,7 +91,7 @@ def each_rank(x: jax.Array, ranks: int) -> jax.Array:
     return jnp.broadcast_to(x[..., None], (*x.shape, size)).reshape(len(x), -1)
 
 
-def of_ranks(x: jax.Array, ranks: int) -> list[jax.Array]:
+def split_ranks(x: jax.Array, ranks: int) -> list[jax.Array]:
     """[entries, rows] in octets as [keys / 8, 8, rows] of each rank.
 
     No axis here ever has size 1: Triton would give such a tile another layout, by way of shared
@@ -102,5 +102,5 @@ def of_ranks(x: jax.Array, ranks: int) -> list[jax.Array]:
 
 
 def join_ranks(xs: list[jax.Array]) -> jax.Array:
-    """The inverse of `of_ranks`."""
+    """The inverse of `split_ranks`."""
     return stack(xs).transpose(0, 3, 1, 2).reshape(-1, xs[0].shape[2])

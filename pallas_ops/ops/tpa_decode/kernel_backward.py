@@ -25,7 +25,7 @@ from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.tpa_decode import heads, reference
 from pallas_ops.ops.tpa_decode.choose import choose_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
-from pallas_ops.ops.tpa_decode.heads import join_ranks, of_ranks
+from pallas_ops.ops.tpa_decode.heads import join_ranks, split_ranks
 from pallas_ops.ops.tpa_decode.keys import Keys, even_split, key_range
 from pallas_ops.ops.tpa_decode.merge import sum_splits
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, load, per_batch, per_split, store
@@ -147,7 +147,7 @@ def _scores(
     plan, s, rows = keys.plan, keys.plan.s, q.rows
     ak = heads.load_ranks(keys, rows, ak, s.rk)
     av = [x * plan.p.value_scale for x in heads.load_ranks(keys, rows, av, s.rv)]
-    u, t = of_ranks(plan.dot(inner, q.aq.T), s.rk), of_ranks(plan.dot(bv, q.dout.T), s.rv)
+    u, t = split_ranks(plan.dot(inner, q.aq.T), s.rk), split_ranks(plan.dot(bv, q.dout.T), s.rv)
     score = reduce(add, map(mul, u, ak)) * plan.p.score_scale
     seen = (keys.seen(rows, length) & rows.inside[None, :]).reshape(score.shape)
     p = jnp.where(seen, exp2((score - q.lse[None, None]) * LOG2E), 0.0)

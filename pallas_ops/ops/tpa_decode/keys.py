@@ -27,7 +27,7 @@ class Keys:
 
     Backward, entries come in octets: eight keys of one rank, the same eight of the next one, ...
     A thread that has row r of a tensor core's result has row r + 8 as well, so of two ranks it has
-    both (`heads.of_ranks`).
+    both (`heads.split_ranks`).
     """
 
     def __init__(
