@@ -13,8 +13,10 @@ from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly
 from pallas_ops.ops.tpa_decode.choose import split_size
 from pallas_ops.ops.tpa_decode.config import tile
-from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, grouped, load
+from pallas_ops.ops.tpa_decode.tiles import Indices, Plan, Rows, grouped, load
 from pallas_ops.ops.tpa_decode.words import widen
+
+Position = jax.Array | int  # of a key, or of a block of keys
 
 
 class Keys:
@@ -34,8 +36,8 @@ class Keys:
         self,
         plan: Plan,
         step: jax.Array,
-        stop: jax.Array | int,
-        first: jax.Array | int = 0,
+        stop: Position,
+        first: Position = 0,
         table_ref: Ref | None = None,
         pages: list[jax.Array] | None = None,
         *,
@@ -66,7 +68,7 @@ class Keys:
         end, some = self.begin + self.plan.c.block_m, self.begin < self.stop
         return some if self.first is None else some & (end > self.first)
 
-    def seen(self, rows: Rows, length: jax.Array | int) -> jax.Array:
+    def seen(self, rows: Rows, length: Position) -> jax.Array:
         """[rows, keys], backward [keys, rows]: which query sees which key.
 
         Query n of N sees the last `window` keys m < length - (N - 1 - n).
@@ -149,8 +151,8 @@ class Keys:
         page = plgpu.load(self.table_ref.at[lax.div(key, size)])
         return jnp.clip(page, 0, number - 1) * size + lax.rem(key, size)
 
-    def features(self, ranks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rows, columns and mask of the tile of bk or bv [M ranks, size]."""
+    def features(self, ranks: int, size: int) -> Indices:
+        """The indices of the tile of bk or bv [M ranks, size]."""
         entry, inside = self.entries(ranks)
         column = span(tile(size))
         return entry, column, inside[:, None] & (column < size)[None, :]
@@ -161,8 +163,8 @@ class Keys:
         x = load(ref, *self.features(ranks, size // s.features_per_word))
         return [x] if s.quantised is None else [y.astype(s.dtype) for y in widen(x, s.quantised)]
 
-    def heads(self, rows: Rows, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rows, columns and mask of the tile of ak or av [M ranks, H]."""
+    def heads(self, rows: Rows, ranks: int) -> Indices:
+        """The indices of the tile of ak or av [M ranks, H]."""
         entry, inside = self.entries(ranks)
         return entry, rows.first_h + rows.column, inside[:, None] & rows.column_inside[None, :]
 
@@ -177,9 +179,7 @@ def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array
     return [jnp.clip(page, 0, number - 1) for page in pages]
 
 
-def key_range(
-    rows: Rows, length_ref: Ref | None
-) -> tuple[jax.Array | int, jax.Array | int, jax.Array | int]:
+def key_range(rows: Rows, length_ref: Ref | None) -> tuple[Position, Position, Position]:
     """The cache's length as given; of what the rows see, the first key and one past the last."""
     s, c, window = rows.plan.s, rows.plan.c, rows.plan.p.window
     length = s.m if length_ref is None else length_ref[0]
@@ -194,7 +194,7 @@ def key_range(
 
 
 def blocks_of_split(
-    plan: Plan, split: jax.Array, first: jax.Array | int, stop: jax.Array | int
+    plan: Plan, split: jax.Array, first: Position, stop: Position
 ) -> tuple[Any, Any]:
     """The blocks of keys of one split: the first, and one past the last."""
     c, begin, end = plan.c, first // plan.c.block_m, pl.cdiv(stop, plan.c.block_m)
@@ -208,10 +208,10 @@ def blocks_of_split(
     return begin + start, begin + stop
 
 
-def _at_least_0(x: jax.Array | int) -> jax.Array | int:
+def _at_least_0(x: Position) -> Position:
     return max(x, 0) if isinstance(x, int) else jnp.maximum(x, 0)
 
 
-def even_split(split: jax.Array, num_splits: int, blocks: jax.Array | int) -> tuple[Any, Any]:
+def even_split(split: jax.Array, num_splits: int, blocks: Position) -> tuple[Any, Any]:
     """The blocks of one of `num_splits` even splits: the first, and one past the last."""
     return (0, blocks) if num_splits == 1 else split_evenly(blocks, num_splits, split)

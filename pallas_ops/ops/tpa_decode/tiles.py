@@ -13,6 +13,8 @@ from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
 from pallas_ops.ops.tpa_decode.matmul import Pieces, dot
 
+Indices = tuple[jax.Array, jax.Array, jax.Array]  # rows, columns and mask of a tile
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -154,8 +156,8 @@ class Rows:
         sizes = plan.tiles
         return [cls(plan, block, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
-    def tile_indices(self, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rows, columns and mask of this program's tile of an array [N H, size]."""
+    def tile_indices(self, size: int) -> Indices:
+        """The indices of this program's tile of an array [N H, size]."""
         column = span(self.plan.s.features(size))
         return self.index, column, self.inside[:, None] & (column < size)[None, :]
 
@@ -165,8 +167,8 @@ class Rows:
             return load(ref, *self.tile_indices(self.plan.s.d))
         return load(ref, self.index, self.rank, self.own_ranks)
 
-    def bq_indices(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rows, columns and mask of the tile [queries x ranks, D] of bq [N R, D]."""
+    def bq_indices(self) -> Indices:
+        """The indices of the tile [queries x ranks, D] of bq [N R, D]."""
         d = span(self.plan.s.tile_d)
         mask = self.rank_inside[:, None] & (d < self.plan.s.d)[None, :]
         return self.rank_query * self.plan.s.r + self.rank, d, mask
