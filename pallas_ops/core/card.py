@@ -127,15 +127,12 @@ def _local() -> Any:
 def _of(device: Any) -> Card:
     """A GPU that is there: the facts that JAX has, else those of the tables."""
     card = named(device.device_kind)
-    capability = int(str(getattr(device, "compute_capability", "")).replace(".", "") or 0)
-    capability = capability or card.capability
+    digits = str(getattr(device, "compute_capability", "")).replace(".", "")
+    capability = int(digits or card.capability)
+    num_sms = getattr(device, "core_count", card.num_sms)
     memory = SHARED_MEMORY.get(capability, SMALLEST.shared_memory)
-    return Card(
-        device.device_kind,
-        capability,
-        getattr(device, "core_count", card.num_sms),
-        getattr(device, "shared_memory_per_block_optin", memory),
-    )
+    memory = getattr(device, "shared_memory_per_block_optin", memory)
+    return Card(card.name, capability, num_sms, memory)
 
 
 def named(kind: str) -> Card:

@@ -133,11 +133,12 @@ def _abstract(*avals: ShapedArray, bound: Bound) -> list[ShapedArray]:
     if not varying:
         return [ShapedArray(x.shape, x.dtype) for x in results]
     mesh, of_type = jax.sharding.get_abstract_mesh(), ManualAxisType(varying=varying)
-    shardings = [NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)) for x in results]
-    return [
-        ShapedArray(x.shape, x.dtype, sharding=sharding, manual_axis_type=of_type)
-        for x, sharding in zip(results, shardings, strict=True)
-    ]
+
+    def aval(x: jax.ShapeDtypeStruct) -> ShapedArray:
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * x.ndim))
+        return ShapedArray(x.shape, x.dtype, sharding=sharding, manual_axis_type=of_type)
+
+    return list(map(aval, results))
 
 
 dispatch_p.def_abstract_eval(_abstract)
