@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from pallas_ops.core import backend, card, launch, vary
+from pallas_ops.core import backend, card, launch, shards
 
 Implementation = Literal["triton", "xla", "interpret"]
 Arrays = Sequence[jax.Array]
@@ -129,7 +129,7 @@ dispatch_p.multiple_results = True
 
 def _abstract(*avals: ShapedArray, bound: Bound) -> list[ShapedArray]:
     results = _result_shapes(bound, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-    varying = vary.axes(*avals)
+    varying = shards.varying_axes(*avals)
     if not varying:
         return [ShapedArray(x.shape, x.dtype) for x in results]
     mesh, of_type = jax.sharding.get_abstract_mesh(), ManualAxisType(varying=varying)

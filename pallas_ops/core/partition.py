@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_ops.core import dispatch, vary
+from pallas_ops.core import dispatch, shards
 from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op, Run
 from pallas_ops.core.layout import Axes, named, spec, split_of
 
@@ -32,7 +32,7 @@ def call(
     alone: bool = False,
     **static: Hashable,
 ) -> tuple[jax.Array, ...]:
-    """Runs `op`; the arrays vary over the same mesh axes (`vary.unify`).
+    """Runs `op`; the arrays vary over the same mesh axes (`shards.unify`).
 
     `alone`: the arrays are those of one device, and nothing here is differentiated. "xla" is the
     reference as it stands, which JAX differentiates.
@@ -140,7 +140,7 @@ def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
         check_vma=False,  # as under jit: the op says what is summed
     )
     results = mapped(*ys)
-    return vary.unify(*results, *xs)[: len(results)]
+    return shards.unify(*results, *xs)[: len(results)]
 
 
 def _is_partitioned_otherwise() -> bool:

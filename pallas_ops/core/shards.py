@@ -1,33 +1,53 @@
-"""What the shards of an axis exchange: inside `jax.shard_map`, or in one device's program."""
+"""Shards inside `jax.shard_map`: over which mesh axes values vary, and what shards exchange."""
 
 from typing import Any
 
 import jax
 from jax import lax
-
-from pallas_ops.core import vary
+from jax.core import ShapedArray
 
 Names = tuple[str, ...]  # of mesh axes, the major one first
 AxisName = str | Names  # as users give them
 
 
+def varying_axes(*values: Any) -> frozenset[str]:
+    """The mesh axes that any of these arrays (or avals) varies over, by the replication check."""
+    avals = (v if isinstance(v, ShapedArray) else jax.typeof(v) for v in values if v is not None)
+    types = (getattr(aval, "manual_axis_type", None) for aval in avals)
+    return frozenset[str]().union(*(t.varying for t in types if t is not None))
+
+
+def unify(*xs: jax.Array | None) -> tuple[Any, ...]:
+    """Makes all arrays vary over the same axes; the transpose is the sum that replication needs."""
+    union = varying_axes(*xs)
+    return tuple(_vary_over(x, union) for x in xs)
+
+
+def unify_but_replicated(
+    axis_name: Names | None, x: jax.Array, y: jax.Array | None
+) -> tuple[Any, ...]:
+    """`unify`, but a replicated y stays so: then its gradient is no sum over the shards."""
+    if axis_name is None:
+        return unify(x, y)
+    names = varying_axes(x, y, lax.axis_index(axis_name))
+    known = y is not None and is_replicated(y, axis_name)
+    return _vary_over(x, names), _vary_over(y, names - set(axis_name) if known else names)
+
+
+def _vary_over(x: jax.Array | None, names: frozenset[str]) -> jax.Array | None:
+    """x, varying over these mesh axes as well."""
+    missing = frozenset() if x is None else names - varying_axes(x)
+    return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
 def checked(axis_name: Names) -> bool:
     """Whether types say what varies over these mesh axes (the check of `jax.shard_map`)."""
-    return bool(vary.axes(lax.axis_index(axis_name)))
+    return bool(varying_axes(lax.axis_index(axis_name)))
 
 
 def is_replicated(x: jax.Array, axis_name: Names) -> bool:
     """Whether the type of x says that all shards have the same."""
-    return checked(axis_name) and vary.axes(x).isdisjoint(axis_name)
-
-
-def unify(axis_name: Names | None, x: jax.Array, y: jax.Array | None) -> tuple[Any, ...]:
-    """`vary.unify`, but what all shards have stays so: then its gradient is no sum over them."""
-    if axis_name is None:
-        return vary.unify(x, y)
-    names = vary.axes(x, y, lax.axis_index(axis_name))
-    known = y is not None and is_replicated(y, axis_name)
-    return vary.over(x, names), vary.over(y, names - set(axis_name) if known else names)
+    return checked(axis_name) and varying_axes(x).isdisjoint(axis_name)
 
 
 def gather(x: jax.Array, axis_name: Names) -> jax.Array:

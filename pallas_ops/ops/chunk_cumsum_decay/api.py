@@ -194,7 +194,7 @@ def evaluate(
     edges, names = None, params.axis_name
     if cu_seqlens is not None:
         edges = edges_of(cu_seqlens, x.shape[params.axis] * jax.lax.axis_size(names or ()))
-    operands = shards.unify(names, x, edges)
+    operands = shards.unify_but_replicated(names, x, edges)
     if params.implementation == "xla":
         return vjp.evaluate(params, *operands)
     return vjp.accumulate(params, *forward_mode.refuse("chunk_cumsum_decay", *operands))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core import shards, vary
+from pallas_ops.core import shards
 from pallas_ops.core.dispatch import Run
 from pallas_ops.core.shards import Names
 from pallas_ops.core.tiles import along, wide
@@ -42,7 +42,7 @@ def accumulate(
     own = dataclasses.replace(params, chunk_size=max(1, min(size, n)) if even else size)
     width = _width(params, n, even=even)
     if width == 0:
-        return sums(*vary.unify(x, local), None, params=own)
+        return sums(*shards.unify(x, local), None, params=own)
     begin, end = (start + n, start) if params.reverse else (start, start + n)
     part = _sum_of_last(x, _reach(params, edges, end)[0], width, params)
     reach, spans = _reach(params, edges, begin)
@@ -53,8 +53,8 @@ def accumulate(
     else:
         carry = _sum_of_parts(axis_name, part, reach, n, reverse=params.reverse)
     if not params.shift_result:
-        return sums(*vary.unify(x, local, carry), params=own)
-    (out,) = sums(*vary.unify(x, local, jnp.where(spans, carry, 0)), params=own)
+        return sums(*shards.unify(x, local, carry), params=own)
+    (out,) = sums(*shards.unify(x, local, jnp.where(spans, carry, 0)), params=own)
     first = jnp.expand_dims(carry.astype(out.dtype), axis)
     return (lax.dynamic_update_slice_in_dim(out, first, n - 1 if params.reverse else 0, axis),)
 

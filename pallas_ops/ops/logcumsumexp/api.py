@@ -165,7 +165,7 @@ def evaluate(
         return out[0], final[0]
     if initial is not None:
         initial = reference.initial_state(initial, x, params.axis, params.clip)
-    operands = shards.unify(params.axis_name, x, initial)
+    operands = shards.unify_but_replicated(params.axis_name, x, initial)
     if params.implementation == "xla":
         out, final = vjp.evaluate(params, *operands)
     else:

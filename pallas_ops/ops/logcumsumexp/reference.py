@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
 
-from pallas_ops.core import vary
+from pallas_ops.core import shards
 from pallas_ops.core.partition import gathered, reshard_like
 from pallas_ops.core.tiles import wide
 from pallas_ops.ops.logcumsumexp.config import Params
@@ -201,7 +201,7 @@ def _start(
         return State(pivot, total, stop_gradient(jnp.zeros_like(total)))
     like = numbers.sum(0)  # for its type alone: its values are not used
     lowest, zero = pair_of_nothing(like)
-    return State(*vary.unify(lowest, zero, zero, like)[:3])
+    return State(*shards.unify(lowest, zero, zero, like)[:3])
 
 
 def pair_of_nothing(like: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core import shards, vary
+from pallas_ops.core import shards
 from pallas_ops.core.tiles import along
 from pallas_ops.ops.logcumsumexp.config import Params
 from pallas_ops.ops.logcumsumexp.reference import State, finite, pair_of, pair_of_nothing
@@ -93,7 +93,7 @@ class Shard:
         p, t, u = self._gathered(p, t, u)
         after = _sum_gradients(last_p, p, u, numbers > self.number) * finite(last_t)
         dlast = jnp.where(is_last, dfinal, after)
-        dx, _ = self.run("backward", *vary.unify(x, do, dlast, *saved))
+        dx, _ = self.run("backward", *shards.unify(x, do, dlast, *saved))
         return dx, t[0] * _sum_gradients(p[0], p, u, numbers >= 0)
 
     def _exchanged(self, own: Pair, start: Pair) -> Pair:
@@ -111,14 +111,14 @@ class Shard:
         p, t = states
         earlier = along(jnp.arange(self.count) < self.number, p)
         before = sum_pairs(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
-        operands = vary.unify(x, *_choose(self.number == 0, start, before))
+        operands = shards.unify(x, *_choose(self.number == 0, start, before))
         out, _, *saved = self.run(name, *operands)
         final = sum_pairs((p, t), axis=0)
         return out, State(*final, final[1]).log, *saved
 
     def _gathered(self, *xs: jax.Array) -> list[jax.Array]:
         """All shards' xs, along a new first axis of each."""
-        every = shards.gather(jnp.stack(vary.unify(*xs)), self.axis_name)
+        every = shards.gather(jnp.stack(shards.unify(*xs)), self.axis_name)
         every = every[::-1] if self.params.reverse else every
         return [every[:, i] for i in range(len(xs))]
 

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_ops.core import checks, vary
+from pallas_ops.core import checks, shards
 from pallas_ops.core.dispatch import Op, Run
 from pallas_ops.core.partition import call, reshard_like
-from pallas_ops.core.shards import Names, checked, is_replicated, order
 from pallas_ops.ops.logcumsumexp import kernel, kernel_backward, reference
 from pallas_ops.ops.logcumsumexp.config import Params
 from pallas_ops.ops.logcumsumexp.shards import Shard
@@ -61,7 +60,7 @@ def _passes(params: Params, run: Run | None = None) -> Run:
 
 
 def _of_shard(
-    of_shard: Run, run: Run, mesh_axes: Names, *operands: Any, params: Params
+    of_shard: Run, run: Run, mesh_axes: shards.Names, *operands: Any, params: Params
 ) -> tuple[jax.Array, ...]:
     return of_shard(Shard(_passes(params, run), mesh_axes, params), *operands)
 
@@ -94,17 +93,17 @@ def _backward(params: Params, saved, cotangents):  # type: ignore[no-untyped-def
     x, initial, states = saved
     do, dfinal = cotangents
     if isinstance(do, SymbolicZero):
-        _, do = vary.unify(x, jnp.zeros_like(x))
+        _, do = shards.unify(x, jnp.zeros_like(x))
     dfinal = None if isinstance(dfinal, SymbolicZero) else dfinal
     run, axis_name = _passes(params), params.axis_name
     if axis_name is None:
         dx, dinitial = run("backward", x, do, dfinal, *states)
     else:  # where no types say what is replicated, shards' gradients of what all have add up
-        if dfinal is not None and not checked(axis_name):
+        if dfinal is not None and not shards.checked(axis_name):
             dfinal = jax.lax.psum(dfinal, axis_name)
         dx, dinitial = Shard(run, axis_name, params).backward(x, do, dfinal, *states)
-        if initial is not None and not is_replicated(initial, axis_name):
-            number, _ = order(axis_name, reverse=params.reverse)
+        if initial is not None and not shards.is_replicated(initial, axis_name):
+            number, _ = shards.order(axis_name, reverse=params.reverse)
             dinitial = jnp.where(number == 0, dinitial, 0)
     return reshard_like(dx, x), None if initial is None else reshard_like(dinitial, initial)
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_ops.core import checks, forward_mode, partition, vary
+from pallas_ops.core import checks, forward_mode, partition, shards
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.tiles import wide
@@ -159,7 +159,7 @@ def evaluate(
     whole = partition.gathered(x, x.ndim - 1)
     index = None if params.axis_name is None else jax.lax.axis_index(params.axis_name)
     four = whole if x.ndim == 4 else whole[:, :, None]
-    operands = vary.unify(four, theta, offset, positions, index)[:4]
+    operands = shards.unify(four, theta, offset, positions, index)[:4]
     if params.implementation == "xla":
         out = vjp.evaluate(params, *operands)
     else:

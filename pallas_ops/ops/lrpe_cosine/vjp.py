@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_ops.core import checks, partition, shards, vary
+from pallas_ops.core import checks, partition, shards
 from pallas_ops.core.dispatch import Op, Run
 from pallas_ops.core.partition import TypeOf, reshard_like
 from pallas_ops.ops.lrpe_cosine import kernel, reference
@@ -83,10 +83,10 @@ def _of_shard(
         every = shards.gather(own, axis_name)
         pivot, total = sum_pairs((every[:, 0], every[:, 1]), axis=0)
         o = o._replace(pivot=pivot, share=1 / total)
-    o = Operands(*vary.unify(*o))
+    o = Operands(*shards.unify(*o))
     if p.over_sequence and o.mean is None and name in ("backward", "gradients"):
         (mean,) = run(op("mean", p), *o, p=p)
-        o = Operands(*vary.unify(*o._replace(mean=lax.psum(mean, axis_name))))
+        o = Operands(*shards.unify(*o._replace(mean=lax.psum(mean, axis_name))))
     return run(op(name, p), *o, p=p)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_ops.core import checks, forward_mode, vary
+from pallas_ops.core import checks, forward_mode, shards
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.tiles import wide
@@ -201,7 +201,7 @@ def evaluate(
     if o.page_table is not None:
         o = o._replace(page_table=reference.as_int32(o.page_table))
     o = reference.with_lengths(o, params.window, params.axis_name)
-    o = Operands(*vary.unify(*o))
+    o = Operands(*shards.unify(*o))
     if params.implementation != "xla":
         o = Operands(*forward_mode.refuse("tpa_decode", *o))
     # What is merged or scaled after the attention is not rounded before.
