@@ -1,8 +1,8 @@
 """Forward-mode differentiation of a kernel, refused in our own words.
 
-Kernels have `jax.custom_vjp` rules, so JAX cannot push tangents through them. It says so late and
-without naming the op. `refuse` marks the inputs of an op: reverse mode only transposes the mark of
-a tangent, forward mode computes it.
+Kernels have `jax.custom_vjp` rules, so JAX cannot push tangents through them; its error does not
+name the op. `refuse` passes the inputs of an op through a primitive. Reverse mode transposes the
+primitive of a tangent; forward mode evaluates it, which raises the error.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ tangent_p = Primitive("pallas_ops_tangent")
 
 
 def refuse(op: str, *xs: jax.Array | None) -> tuple[Any, ...]:
-    """The arrays as they are; a TypeError that names `op` where their tangents are computed."""
+    """The same arrays; evaluating their tangents raises a TypeError that names `op`."""
     return tuple(
         mark_p.bind(x, op=op) if x is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
         for x in xs

@@ -1,7 +1,7 @@
-"""How chunk_cumsum_decay differentiates: it is linear, so its gradient is itself turned round.
+"""How chunk_cumsum_decay differentiates: it is linear, and its transpose is the op reversed.
 
-The transpose of a sum goes the other way, and that of a shift before it is a shift behind it.
-Nothing is saved but the edges of packed sequences.
+The transpose of a running sum runs in the other direction. The transpose of a shift of x is a shift
+of the sums. Only the edges of packed sequences are saved.
 """
 
 import functools

@@ -156,8 +156,8 @@ def _gradients(p: jax.Array, share: jax.Array, grad: Pair, *, reverse: bool) -> 
     if p.shape[GROUPS] > 1:
         first = tuple(edge(y, STEPS, last=not reverse) for y in (p, own))
         nothing = jnp.full_like(top, jnp.inf), jnp.zeros_like(top)
-        behind = scan(_exclusive_shares, (*nothing, *first), axis=GROUPS - 1, reverse=reverse)
-        after = after + jnp.where(behind[0] < jnp.inf, rebase(behind[1], top, behind[0]), 0.0)
+        later = scan(_exclusive_shares, (*nothing, *first), axis=GROUPS - 1, reverse=reverse)
+        after = after + jnp.where(later[0] < jnp.inf, rebase(later[1], top, later[0]), 0.0)
     return own + rebase(after[None], p, top[None])
 
 

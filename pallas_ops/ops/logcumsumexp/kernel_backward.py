@@ -43,10 +43,10 @@ def backward(
     s = plan.view.s
     arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, *saved)]
     column = None if dfinal is None else dfinal.reshape(s.b, 1, s.c)
-    behind = segments.sums_before(s, partial(_totals, plan, arrays), reverse=True)
+    after = segments.sums_before(s, partial(_totals, plan, arrays), reverse=True)
     shapes = [jax.ShapeDtypeStruct(arrays[0].shape, x.dtype), plan.shape(1)]
     dx, dinitial = launch_plan(
-        _backward_kernel, plan, "logcumsumexp_backward", shapes, *arrays, column, *behind
+        _backward_kernel, plan, "logcumsumexp_backward", shapes, *arrays, column, *after
     )
     shape = x.shape[: params.axis] + x.shape[params.axis + 1 :]
     return dx.reshape(x.shape), dinitial.reshape(shape)
@@ -96,7 +96,7 @@ def _backward_kernel(
     saved_p_ref: Ref,  # [b, tiles + 1, c], as saved_s_ref
     saved_s_ref: Ref,
     dfinal_ref: Ref | None,  # [b, 1, c], as dinitial_ref
-    p_ref: Ref | None,  # sums behind segments [b, c, count], as w_ref
+    p_ref: Ref | None,  # sums after segments [b, c, count], as w_ref
     w_ref: Ref | None,
     dx_ref: Ref,
     dinitial_ref: Ref,
@@ -150,8 +150,8 @@ def _tile(ranges: Segments, first: Any, state: State, grad: State, refs: Refs) -
         if dx_ref is None:
             whole = sum_of(share)
         else:
-            # No total is below 0. To compare it keeps this scan behind the one of the sums, which
-            # takes the fewest registers.
+            # No total is below 0. The comparison makes this scan depend on that of the sums, which
+            # is the order that takes the fewest registers.
             tail = jnp.where(total < 0, 0.0, grad.total)
             grads, whole = running_sums(share, tail, reverse=not mirrored)
             ranges.store_dx(tile, dx_ref, x_ref, e * grads)

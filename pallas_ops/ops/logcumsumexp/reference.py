@@ -1,7 +1,7 @@
 """What logcumsumexp means, in jax.numpy.
 
 `jax.lax.cumlogsumexp` is not a reference: it sums bfloat16 in bfloat16, and its gradient is NaN
-behind two leading -inf.
+after two leading -inf.
 """
 
 import math
@@ -104,7 +104,7 @@ def _pulled(
 
 
 def _numbers(x: jax.Array, params: Params) -> jax.Array:
-    """x as it is summed, with the axis in front."""
+    """x in float32 (float64), clipped, with the scanned axis first."""
     y = gathered(x, params.axis).astype(wide(x.dtype))
     return clamp(jnp.moveaxis(y, params.axis, 0), params.clip)
 
@@ -199,14 +199,14 @@ def _start(
     if initial is not None:
         pivot, total = pair_of(initial, total)
         return State(pivot, total, stop_gradient(jnp.zeros_like(total)))
-    like = numbers.sum(0)  # for its type alone: its values are not used
-    lowest, zero = pair_of_nothing(like)
-    return State(*shards.unify(lowest, zero, zero, like)[:3])
+    column = numbers.sum(0)  # only its type is used, not its values
+    lowest, zero = pair_of_nothing(column)
+    return State(*shards.unify(lowest, zero, zero, column)[:3])
 
 
-def pair_of_nothing(like: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The pivot and total of no numbers."""
-    return jnp.full_like(like, jnp.finfo(like.dtype).min), jnp.zeros_like(like)
+def pair_of_nothing(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The pivot and total of no numbers, in the shape and dtype of x."""
+    return jnp.full_like(x, jnp.finfo(x.dtype).min), jnp.zeros_like(x)
 
 
 def pair_of(initial: jax.Array, total: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

@@ -43,9 +43,9 @@ class Shard:
     def forward_saving_shards(
         self, x: jax.Array, *given: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        """Saves not the states of tiles, which are not those of the whole axis, but of shards.
+        """Saves the states of all shards, as a shard does not have the tiles of the whole axis.
 
-        They take the places of the tiles' states, if there are enough; else the first one does.
+        They are stored in place of the tiles' states; only the first one, if these are too few.
         """
         own, axis = self.run("totals", x), self.params.axis
         start = _barrier(_start(own, *given))
@@ -64,7 +64,7 @@ class Shard:
     def backward_from_shards(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
     ) -> Pair:
-        """Finds the states of the shard's tiles again, which XLA sees to be those of `forward`."""
+        """Runs the forward kernel again for the states of the shard's tiles (see `_barrier`)."""
         axis = self.params.axis
         p, t = (lax.index_in_dim(y, 0, axis, keepdims=False) for y in saved)
         if self.count < saved[0].shape[axis]:
@@ -128,10 +128,11 @@ def _start(own: Pair, initial: jax.Array | None, total: jax.Array | None) -> Pai
 
 
 def _barrier(states: Any) -> Any:
-    """The states as they are, from which both passes under `jax.jit` go on.
+    """The same states, behind a barrier for XLA's simplifications.
 
-    Without the barriers XLA would simplify what follows together with what comes before, which is
-    not the same in both passes, and then not see that their launches and exchanges are.
+    Under `jax.jit` the forward and the backward pass repeat the same launches and exchanges, and
+    XLA drops the repetition. Without barriers it simplifies them together with what comes before,
+    which differs between the passes, and does not find them equal.
     """
     return lax.optimization_barrier(states)
 

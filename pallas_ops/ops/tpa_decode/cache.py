@@ -27,7 +27,7 @@ def tpa_append(
     *,
     page_table: ArrayLike | None = None,
 ) -> Tree:
-    """Writes each row's new tokens behind the ones it has: cache[b, lengths[b] + i] = new[b, i].
+    """Writes each row's new tokens after the ones it has: cache[b, lengths[b] + i] = new[b, i].
 
     In place where the cache is donated (`jax.jit(..., donate_argnames=...)`).
 
@@ -108,7 +108,7 @@ def _written(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
     def write_own(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
         if keys is not None:
             place -= lax.axis_index(keys) * old.shape[1]
-            # Places before this part are moved behind it: out of range, and dropped.
+            # Places before this part are moved past its end, where they are dropped.
             place = jnp.where(place < 0, old.shape[1] - place, place)
         return write_rows(old, place, tokens)
 

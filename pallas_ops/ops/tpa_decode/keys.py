@@ -170,7 +170,7 @@ class Keys:
 
 
 def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array]:
-    """The pages of a block; those behind the last valid key are not read."""
+    """The pages of a block; entries of the table after the last valid key are not read."""
     assert plan.s.pages is not None
     number, size = plan.s.pages
     first = lax.div(step * plan.c.block_m, size)

@@ -18,7 +18,7 @@ Scale = float | jax.Array
 
 
 def _einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Exact products of the inputs as they are, summed in float32."""
+    """An einsum whose products are exact, and summed in float32."""
     if x.dtype != y.dtype:
         x, y = x.astype(wide(x.dtype)), y.astype(wide(y.dtype))
     return jnp.einsum(formula, x, y, precision="highest", preferred_element_type=wide(x.dtype))
@@ -118,7 +118,7 @@ def stops(o: Operands) -> jax.Array:
 
 
 def are_seen(m: int, stop: jax.Array, window: int | None) -> jax.Array:
-    """Whether each query sees each of m keys; keys are the last axis, behind those of `stop`."""
+    """Whether each query sees each of m keys: the axes of `stop`, and then the keys."""
     key = jnp.expand_dims(jnp.arange(m, dtype=jnp.int32), range(stop.ndim))
     stop = stop[..., None]
     return key < stop if window is None else (key < stop) & (key >= stop - window)
