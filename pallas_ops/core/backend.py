@@ -14,6 +14,10 @@ __all__ = ("NoKernelError", "plgpu", "require")
 class NoKernelError(ValueError):
     """No kernel can run; where the implementation is chosen for the caller, the reference does."""
 
+    def __init__(self, reason: str, hint: str = "") -> None:
+        accepted = f"accepted: implementation=None or 'xla', which run jax.numpy{hint}"
+        super().__init__(f"{reason}; {accepted}")
+
 
 try:
     plgpu: Any = importlib.import_module("jax.experimental.pallas.triton")
@@ -27,7 +31,5 @@ def require() -> None:
     missing = [name for name in _NEEDED if not hasattr(plgpu, name)]
     if missing:
         what = "no Pallas Triton backend" if plgpu is None else f"no Triton {', '.join(missing)}"
-        raise NoKernelError(
-            f"JAX {jax.__version__} has {what}, which the kernels need; accepted: "
-            "implementation=None or 'xla', which run jax.numpy, or an earlier JAX"
-        )
+        reason = f"JAX {jax.__version__} has {what}, which the kernels need"
+        raise NoKernelError(reason, ", or an earlier JAX")

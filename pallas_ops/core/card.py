@@ -90,7 +90,7 @@ def require() -> None:
     if card.capability < SMALLEST.capability:
         raise NoKernelError(
             f"{card.name} has compute capability {card.capability / 10}, and the kernels need 8.0 "
-            "(Ampere) or later; accepted: implementation=None or 'xla', which run jax.numpy"
+            "(Ampere) or later"
         )
 
 

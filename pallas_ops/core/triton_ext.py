@@ -42,10 +42,8 @@ def scan(combine: Combine, xs: Tiles, *, axis: int, reverse: bool = False) -> tu
     if launch.is_interpreted():
         return tuple(lax.associative_scan(combine, tuple(xs), axis=axis, reverse=reverse))
     if not AVAILABLE:
-        raise backend.NoKernelError(
-            f"JAX {jax.__version__} has no scans in kernels; accepted: implementation=None or "
-            "'xla', which run jax.numpy, or an earlier JAX"
-        )
+        reason = f"JAX {jax.__version__} has no scans in kernels"
+        raise backend.NoKernelError(reason, ", or an earlier JAX")
     return tuple(_scan_p.bind(*xs, combine=combine, axis=axis, reverse=reverse))
 
 

@@ -42,10 +42,7 @@ class Sizes:
         """One range: the whole axis."""
         b, n, c = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
         if b > LONGEST:  # with the rows that `jax.vmap` has added
-            raise NoKernelError(
-                f"{b} rows, of which kernels count {LONGEST}; accepted: implementation=None or "
-                "'xla', which run jax.numpy"
-            )
+            raise NoKernelError(f"{b} rows, of which kernels count {LONGEST}")
         return cls(b=b, n=n, c=c, size=n, count=1, itemsize=itemsize)
 
     def split(self, count: int, multiple_of: int) -> "Sizes":

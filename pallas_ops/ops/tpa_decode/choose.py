@@ -27,7 +27,7 @@ def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeC
             return c
     raise NoKernelError(
         f"tpa_decode has no kernel for {s.dtype} of R={s.r}, Rk={s.rk}, Rv={s.rv}, D={s.d}, "
-        f"E={s.e} on {card}; accepted: implementation=None or 'xla', which run jax.numpy"
+        f"E={s.e} on {card}"
     )
 
 

@@ -80,8 +80,7 @@ def _check_features(s: Sizes) -> None:
         or (is_float8 and card.current().capability < 89)
     ):
         raise NoKernelError(
-            f"tpa_decode has no kernel for {s.quantised} of D={s.d}, E={s.e} on {card.current()}; "
-            "accepted: implementation=None or 'xla', which run jax.numpy"
+            f"tpa_decode has no kernel for {s.quantised} of D={s.d}, E={s.e} on {card.current()}"
         )
 
 
