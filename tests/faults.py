@@ -70,8 +70,8 @@ FAULTS = {
     ),
     "queries that fill up a block count": Fault(
         "ops/tpa_decode/backward.py",
-        "cut(o.lse, constant_values=jnp.inf)",
-        'cut(o.lse, mode="edge")',
+        "jnp.where(is_copy, jnp.inf, ",
+        'jnp.where(is_copy, of_queries["lse"], ',
     ),
     "all of a prompt sees its last keys": Fault(
         "ops/tpa_decode/prompt.py", "count, is_causal=True)", "count)"

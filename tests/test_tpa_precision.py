@@ -197,9 +197,10 @@ def test_whose_gradients_cudnn_has() -> None:
 
 
 def test_how_many_queries_have_their_gradient_from_formed_keys() -> None:
-    s = Sizes(b=1, n=48, m=8192, h=34, r=6, d=64, e=64, rk=2, rv=2, dtype="bfloat16")
+    s = Sizes(b=1, n=64, m=8192, h=34, r=6, d=64, e=64, rk=2, rv=2, dtype="bfloat16")
     assert formed.takes(s)
-    assert not formed.takes(dataclasses.replace(s, n=47))
+    assert not formed.takes(dataclasses.replace(s, n=63))
+    assert not formed.takes(dataclasses.replace(s, n=255, rk=1, rv=1))
     assert not formed.takes(dataclasses.replace(s, n=511, m=2**18))
     assert formed.takes(dataclasses.replace(s, n=512, m=2**18))
 

@@ -36,22 +36,24 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
 def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
     """A pass for every `block_n` queries; passes whose gradients of the keys are small run at once.
 
-    `lengths` of a block end at its last query. The first block is filled up with copies of the
-    first query, whose log-sum-exp is inf: their probabilities are 0 and add nothing.
+    `lengths` of a block end at its last query. The first block is filled up with queries of the
+    second, and the first step with copies of the first block. There the log-sum-exp is set to inf,
+    so their probabilities are 0 and add nothing.
     """
     b, n = o.aq.shape[:2]
     factors = o.ak, o.av, o.bk, o.bv
     blocks = pl.cdiv(n, block_n)
     steps = pl.cdiv(blocks, max(1, AT_ONCE // sum(x.size for x in factors)))
     passes = pl.cdiv(blocks, steps)
-    fill = steps * passes * block_n - n
+    copies, first = 1 + steps * passes - blocks, n - (blocks - 1) * block_n
 
-    def cut(x: jax.Array, **options: Any) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (fill, 0), *[(0, 0)] * (x.ndim - 2)], **options)
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.concatenate([x[:, :block_n]] * copies + [x[:, first:]], axis=1)
         return jnp.moveaxis(x.reshape(b, steps, passes, block_n, *x.shape[2:]), 0, 2)
 
     def join(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 2, 0).reshape(b, fill + n, *x.shape[4:])[:, fill:]
+        x = jnp.moveaxis(x, 2, 0).reshape(b, -1, *x.shape[4:])
+        return jnp.concatenate([x[:, :first], x[:, copies * block_n :]], axis=1)
 
     def of_block(block: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         return one_pass(o._replace(**block), p, at_once=passes)
@@ -61,13 +63,14 @@ def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
         of_keys = zip(sums, (dak, dav, dbk, dbv), strict=True)
         return [x + y.astype(jnp.float32).sum(axis=0) for x, y in of_keys], (daq, *dbq)
 
-    names = "aq", "bq", "out", "dout", "dlse"
-    present = {name: x for name in names if (x := getattr(o, name)) is not None}
-    of_queries = {name: cut(x, mode="edge") for name, x in present.items()}
-    of_queries["lse"] = cut(o.lse, constant_values=jnp.inf)
+    names = "aq", "bq", "out", "lse", "dout", "dlse"
+    of_queries = {name: cut(x) for name in names if (x := getattr(o, name)) is not None}
+    place = jnp.arange(steps * passes * block_n).reshape(steps, passes, 1, block_n, 1)
+    is_copy = (place >= first) & (place < copies * block_n)
+    of_queries["lse"] = jnp.where(is_copy, jnp.inf, of_queries["lse"])
+    ends = jnp.array([block_n] * copies + [*range(first + block_n, n + 1, block_n)], jnp.int32)
     lengths = jnp.full(b, o.m, jnp.int32) if o.lengths is None else o.lengths
-    later = block_n * jnp.arange(steps * passes, dtype=jnp.int32)[::-1].reshape(steps, passes, 1)
-    of_queries["lengths"] = lengths[None, None] - later
+    of_queries["lengths"] = lengths[None, None] - (n - ends.reshape(steps, passes, 1))
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in factors]
     sums, of_blocks = lax.scan(step, zeros, of_queries)
     dak, dav, dbk, dbv = (x.astype(y.dtype) for x, y in zip(sums, factors, strict=True))
