@@ -81,8 +81,15 @@ REFUSED = [
     ("logcumsumexp", dict(axis=7), ValueError),
     ("logcumsumexp", dict(x=[[1, 2]]), TypeError),
     ("logcumsumexp", dict(x=[[1.0, 2.0], [3.0]]), TypeError),
+    ("chunk_cumsum_decay", dict(scale=jax.random.key(0)), TypeError),
+    ("chunk_cumsum_decay", dict(cu_seqlens=np.array([0, 2**32])), ValueError),
     ("lrpe_cosine", dict(act="gelu"), ValueError),
+    ("lrpe_cosine", dict(offset=np.int64(2**32 + 5)), ValueError),
+    ("lrpe_cosine", dict(offset=[2**30 + 1, 0]), ValueError),
+    ("lrpe_cosine", dict(positions=np.full(6, 2**32)), ValueError),
     ("md_lrpe_cosine", dict(shape=(4, 4)), ValueError),
+    ("md_lrpe_cosine", dict(shape=[2, [3]]), TypeError),
+    ("tpa_decode", dict(lengths=np.array([2, 2**40])), ValueError),
     ("tpa_decode", dict(bk=X[:, :, 0, :1]), ValueError),
 ]
 
@@ -97,6 +104,11 @@ def test_references_refuse_in_the_same_words(
             op(**CALLS[name] | change)
         messages.append(str(refusal.value))
     assert messages[0] == messages[1]
+
+
+def test_a_traced_grid_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"shape is \(.*; accepted: the grid's"):
+        jax.jit(pallas_ops.md_lrpe_cosine)(X, THETA, shape=(2, 3))
 
 
 @pytest.mark.parametrize("name", pallas_ops.reference.__all__)

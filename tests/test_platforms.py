@@ -1,5 +1,6 @@
 """Every op where programs are made: how often they are compiled, for which platform, exported."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -233,6 +234,38 @@ def test_export_without_a_gpu_or_its_name(rng: Rng, op: TestedOp) -> None:
     exported(op, op.arguments(rng))
     with jax.set_mesh(cpu_mesh(AxisType.Explicit)):
         exported(op, op.arguments(rng))
+
+
+@pytest.mark.parametrize("where", ["mapped", "explicit", "set", "set inside"])
+def test_a_target_counts_wherever_a_mesh_is(where: str) -> None:
+    """The L4 has fewer multiprocessors, for which the axis is not split into segments."""
+    is_mapped = where == "mapped"
+    mesh = cpu_mesh(AxisType.Auto if is_mapped else AxisType.Explicit)
+    x: Any = jax.ShapeDtypeStruct((8 if is_mapped else 16, 2048, 512), "float32")
+    op, spec = partial(pallas_ops.logcumsumexp, axis=1), jax.sharding.PartitionSpec("x")
+    if is_mapped:
+        op = jax.shard_map(op, mesh=mesh, in_specs=spec, out_specs=spec)
+    else:
+        x = x.update(sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    def set_where(name: str) -> Any:
+        return jax.set_mesh(mesh) if where == name else contextlib.nullcontext()
+
+    texts = []
+    with set_where("set"):
+        for kind in ("NVIDIA H100", "NVIDIA L4"):
+            if where == "set inside":
+                jax.clear_caches()  # or JAX takes what it lowered for the H100
+            with pallas_ops.target_gpu(kind), set_where("set inside"):
+                texts.append(exported_text(op, x))
+    for_h100, for_l4 = (text.count("__gpu$xla.gpu.triton") for text in texts)
+    assert for_h100 > for_l4 > 0
+
+
+def exported_text(fn: Any, *xs: Any) -> str:
+    checks = pallas_ops.DISABLE_JAX_EXPORT_CHECKS
+    exported = jax.export.export(jax.jit(fn), platforms=("cuda",), disabled_checks=checks)
+    return exported(*xs).mlir_module()
 
 
 def test_a_target_has_a_name() -> None:

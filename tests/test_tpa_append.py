@@ -80,6 +80,8 @@ def test_append_of_one_length_and_of_nothing(rng: Rng) -> None:
     got = pallas_ops.tpa_append(cache, new, 4)
     np.testing.assert_array_equal(got, appended(cache, new, [4, 4]))
     np.testing.assert_array_equal(pallas_ops.tpa_append(cache, new[:, :0], 4), cache)
+    no_pages = np.zeros((2, 0), np.int32)
+    np.testing.assert_array_equal(pallas_ops.tpa_append(cache, new, 0, page_table=no_pages), cache)
 
 
 def test_append_vmapped(rng: Rng) -> None:
@@ -147,6 +149,19 @@ def test_append_of_tokens_on_every_device(rng: Rng, spec: P, kind: AxisType, len
         got = pallas_ops.tpa_append(cache, new, lengths)
     np.testing.assert_array_equal(got, want)
     assert kind == AxisType.Auto or got.sharding.is_equivalent_to(cache.sharding, 3)
+
+
+@pytest.mark.parametrize(
+    "specs", [(P(), P(), P("y"), P("x")), (P("x"), P("x", None, "y"), P(), P())]
+)
+def test_append_to_pages_that_are_split_differently(rng: Rng, specs: Any) -> None:
+    """Cache, tokens, lengths and table, whose types say so."""
+    pool, new = random_array(rng, (16, 4, 8)), random_array(rng, (4, 2, 8))
+    lengths, table = np.array([0, 3, 9, 14]), rng.permutation(16).reshape(4, 4)
+    xs = shards.placed(cpu_mesh(AxisType.Explicit), (pool, new, lengths, table), specs)
+    got = jax.jit(lambda *xs: pallas_ops.tpa_append(*xs[:3], page_table=xs[3]))(*xs)
+    np.testing.assert_array_equal(got, appended(pool, new, lengths, table))
+    assert got.sharding.is_equivalent_to(xs[0].sharding, 3)
 
 
 @pytest.mark.parametrize(

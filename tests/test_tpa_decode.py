@@ -215,6 +215,14 @@ def test_one_key_takes_all_attention(rng: Rng, implementation: Any) -> None:
         assert_close(grad, np.zeros(grad.shape), scale=1.0)
 
 
+def test_interpreted_gradients_of_three_ranks(rng: Rng) -> None:
+    """A tile has four ranks; where the fourth would lie is the next key's first."""
+    xs = factors(rng, b=1, n=1, m=9, h=4, r=2, d=16, e=16, rk=3, rv=3)
+    cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
+    want, got = (value_and_vjp(both(i), xs, cotangents)[1] for i in ("xla", "interpret"))
+    assert_close(got, want)
+
+
 @pytest.mark.parametrize(("window", "at_once"), [(None, 2**26), (7, 17_000)])
 def test_gradients_of_many_queries_come_in_blocks(
     rng: Rng, window: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch

@@ -146,12 +146,14 @@ def test_gradients_of_eight_bits_are_refused(rng: Rng) -> None:
         jax.grad(run)(bk)
 
 
-def test_quantised_factors_keep_explicit_types(rng: Rng) -> None:
+@pytest.mark.parametrize("of_b", [{"b": "x"}, {"m": "x"}])
+def test_quantised_factors_keep_explicit_types(rng: Rng, of_b: dict[str, str]) -> None:
+    """Both results are split as the head factors are."""
     mesh, layout, axes = cpu_mesh(AxisType.Explicit), {"b": "x"}, ("b m h", "b m d")
-    xs = random_array(rng, (4, 5, 2)), random_array(rng, (4, 5, 6))
+    xs = random_array(rng, (4, 8, 2)), random_array(rng, (4, 8, 6))
     want = pallas_ops.quantize_tpa_factors(*xs, jnp.int8)
     with jax.set_mesh(mesh):
-        a, b = place(mesh, xs, axes, layout)
+        (a,), (b,) = place(mesh, xs[:1], axes[:1], layout), place(mesh, xs[1:], axes[1:], of_b)
         got = pallas_ops.quantize_tpa_factors(a, b, jnp.int8)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x, y)

@@ -1,6 +1,7 @@
 """The NVIDIA GPU that code is lowered for, and what is known of it."""
 
 import contextlib
+import contextvars
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -63,6 +64,10 @@ H200 = Card("NVIDIA H200", 90, 132, SHARED_MEMORY[90])
 SMALLEST = Card("an unknown NVIDIA GPU", 80, 56, min(SHARED_MEMORY.values()))
 # Stands for the smallest card where JAX asks which one it is; `num_cores` tells it from an A30.
 _UNKNOWN = AbstractDevice(device_kind="NVIDIA A30", num_cores=56, platform="gpu")
+# What `target_gpu` names: `jax.shard_map` and `jax.set_mesh` put other meshes in place of its own.
+_TARGET: contextvars.ContextVar[AbstractDevice | None] = contextvars.ContextVar(
+    "pallas_ops_target", default=None
+)
 
 
 def current() -> Card:
@@ -103,15 +108,21 @@ def is_here() -> bool:
 @contextlib.contextmanager
 def known() -> Iterator[None]:
     """Inside, JAX finds a GPU to lower for: JAX 0.11.2 and later ask for one, present or named."""
-    if _meant() is not None or _local() is not None:
+    target, of_mesh = _TARGET.get(), _of_mesh()
+    found = of_mesh is not None or _local() is not None
+    if found if target is None else target == of_mesh:
         yield
         return
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=_UNKNOWN)):
+    with _lowered_for(target or _UNKNOWN):
         yield
 
 
 def _meant() -> AbstractDevice | None:
-    """The GPU of the mesh that code is lowered under."""
+    """The GPU of `target_gpu`, else that of the mesh that code is lowered under."""
+    return _TARGET.get() or _of_mesh()
+
+
+def _of_mesh() -> AbstractDevice | None:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return device if device is not None and device.platform == "gpu" else None
 
@@ -149,6 +160,9 @@ def named(kind: str) -> Card:
 def target_gpu(kind: str) -> Iterator[None]:
     """Code that is exported inside is lowered for a GPU of this kind, present or not.
 
+    Enter `jax.set_mesh` before it. There JAX's caches are cleared before and after, because what it
+    has lowered of a function is not remembered by the GPU.
+
     Args:
       kind: a name as `jax.Device.device_kind` has it, such as "NVIDIA H100" or "NVIDIA A100".
 
@@ -158,7 +172,7 @@ def target_gpu(kind: str) -> Iterator[None]:
     if not isinstance(kind, str):
         raise TypeError(f"{checks.shown('kind', kind)}; accepted: a str")
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with _lowered_for(device):
         info = getattr(plgpu, "get_gpu_info", lambda: None)  # JAX 0.10.2 needs none
         try:
             info()
@@ -167,4 +181,18 @@ def target_gpu(kind: str) -> Iterator[None]:
                 f"{checks.shown('kind', kind)}; accepted: a GPU that JAX {jax.__version__} knows "
                 "by name, such as 'NVIDIA H100'"
             ) from None
-        yield
+    has_mesh = not jax.sharding.get_abstract_mesh().empty
+    token = _TARGET.set(device)
+    if has_mesh:
+        jax.clear_caches()
+    try:
+        with contextlib.nullcontext() if has_mesh else _lowered_for(device):
+            yield
+    finally:
+        _TARGET.reset(token)
+        if has_mesh:
+            jax.clear_caches()
+
+
+def _lowered_for(device: AbstractDevice) -> Any:
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

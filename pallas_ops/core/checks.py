@@ -51,11 +51,24 @@ def array(name: str, value: Any) -> jax.Array:
     if isinstance(value, jax.Array):
         return value
     try:
-        return jnp.asarray(value)
+        x = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(
             f"{shown(name, value)}; accepted: an array, or numbers that jax.numpy.asarray takes"
         ) from None
+    if jnp.issubdtype(x.dtype, jnp.integer) and getattr(value, "dtype", None) != x.dtype:
+        limits = jnp.iinfo(x.dtype)
+        if is_beyond(value, limits.min, limits.max):
+            raise ValueError(f"{name} has numbers beyond {x.dtype}; accepted: what that holds")
+    return x
+
+
+def is_beyond(value: Any, least: int, most: int) -> bool:
+    """Whether any of NumPy's or Python's integers is; JAX's arrays may be traced, and are not."""
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(value)):
+        return False
+    numbers = np.asarray(value)
+    return bool(np.any((numbers < least) | (numbers > most)))
 
 
 def optional_array(name: str, value: Any) -> jax.Array | None:
@@ -165,7 +178,8 @@ def scale(name: str, value: Any, dtype: Any) -> float | jax.Array | None:
         if not abs(factor) <= float(jnp.finfo(dtype).max):
             raise ValueError(f"{shown(name, value)}; accepted: {accepted}")
         return factor
-    real = hasattr(value, "dtype") and jnp.isdtype(value.dtype, ("integral", "real floating"))
+    kinds = jnp.integer, jnp.floating
+    real = hasattr(value, "dtype") and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     if not real or value.shape != ():
         raise TypeError(
             f"{shown(name, value)}; accepted: None, a real number, or a real array of shape []"

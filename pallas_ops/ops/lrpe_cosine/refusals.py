@@ -34,7 +34,7 @@ def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
         checks.integers("offset", array)
         if array.shape not in ((), x[:1]):
             raise ValueError(f"offset.shape is {array.shape}; accepted: [] or [B] of x.shape {x}")
-        if isinstance(value, np.ndarray) and (abs(value.astype(np.float64)) > 2**30).any():
+        if checks.is_beyond(value, -(2**30), 2**30):
             raise ValueError("offset has numbers beyond 2**30; accepted: -2**30 to 2**30")
         array = array.astype(jnp.int32).reshape(-1)
     elif checks.is_index(value):
@@ -58,7 +58,8 @@ def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[tuple[int,
     num_prefix_tokens = checks.integer("num_prefix_tokens", num_prefix_tokens, least=0)
     if shape is None and given:
         return None, num_prefix_tokens
-    sizes = list(shape) if isinstance(shape, Sequence | np.ndarray) and np.ndim(shape) else []
+    is_array = isinstance(shape, np.ndarray) and shape.ndim == 1
+    sizes = list(shape) if isinstance(shape, Sequence) or is_array else []
     # A size may be symbolic under `jax.export`.
     if not sizes or not all(checks.is_index(n) or jax.export.is_symbolic_dim(n) for n in sizes):
         raise TypeError(

@@ -82,14 +82,23 @@ def _append(
     b, n = tokens.shape[:2]
     size = old.shape[1]
     m = size if table is None else size * table.shape[1]
+    if m == 0:
+        return old
     begin = jnp.minimum(as_int32(lengths), m)
     begin = jnp.broadcast_to(jnp.where(lengths < 0, m, begin), (b,))
     place = begin[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
     if table is None:
         return _written(old, place, tokens)
+    to = None
+    if is_explicit(old):  # every device then has all rows, and writes those of its own pages
+        to = jax.typeof(old).sharding
+        wanted = P(None, None), P(None, None), P(None, None, *to.spec[2:])
+        table, place, tokens = (
+            jax.sharding.reshard(x, NamedSharding(to.mesh, spec))
+            for x, spec in zip((table, place, tokens), wanted, strict=True)
+        )
     page = jnp.take_along_axis(table, place // size, axis=1, mode="fill", fill_value=-1)
     page = jnp.where((page >= 0) & (page < old.shape[0]), page, old.shape[0])
-    to = jax.typeof(old).sharding if is_explicit(old) else None
     return old.at[page, place % size].set(tokens, mode="drop", unique_indices=True, out_sharding=to)
 
 
@@ -129,9 +138,9 @@ def quantize_tpa_factors(
 
     `tpa_decode` takes the two in place of ak and bk, or of av and bv. Scores and values are linear
     in a, so s needs no place of its own, and multiplying by it is exact (but in float16 a s may be
-    subnormal). Only b / s is rounded: with normal factors (D = 128) the output differs by 1 to 2 %
-    (int8) and 3 to 5 % (float8_e4m3fn) in the mean; with three features twenty times as large as
-    the others by 4 to 15 % with either.
+    subnormal: there small factors lose bits). Only b / s is rounded: with normal factors (D = 128)
+    the output differs by 1 to 2 % (int8) and 3 to 5 % (float8_e4m3fn) in the mean; with three
+    features twenty times as large as the others by 4 to 15 % with either.
 
     Args:
       a: head factors [..., H]; bfloat16, float16 or float32.
@@ -155,6 +164,9 @@ def quantize_tpa_factors(
         raise ValueError(
             f"b.shape is {b.shape}; accepted: [..., D] with the leading axes of a.shape {a.shape}"
         )
+    if is_explicit(a):  # one device has the factors of a token
+        to = jax.typeof(a).sharding
+        b = jax.sharding.reshard(b, NamedSharding(to.mesh, P(*to.spec[:-1], None)))
     return _quantised(a, b, narrow)
 
 
