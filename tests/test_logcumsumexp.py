@@ -232,3 +232,20 @@ def test_second_derivative_of_the_kernel(rng: Rng, num_segments: int) -> None:
         return jax.jit(jax.grad(once, (0, 1)))(x, initial)
 
     assert_close(twice(KERNEL, config), twice("xla"), terms=16)
+
+
+def test_the_gradient_of_a_broadcast_state_is_not_summed_in_16_bits(rng: Rng) -> None:
+    """Along the first axis, which the op takes for a batch, as along any other."""
+    x, weights = random_array(rng, (3, 100, 5)), random_array(rng, (3, 100, 5))
+    initial = random_array(rng, (5,), jnp.bfloat16)
+
+    def gradient(axis: int) -> jax.Array:
+        def loss(initial: jax.Array) -> jax.Array:
+            out = pallas_ops.logcumsumexp(
+                jnp.moveaxis(x, 0, axis), axis=axis, initial_state=initial, implementation="xla"
+            )
+            return (out * jnp.moveaxis(weights, 0, axis)).sum()
+
+        return jax.jit(jax.grad(loss))(initial)
+
+    assert_close(gradient(0), gradient(1))

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from pallas_ops.core import checks, forward_mode, implementations, shards
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
+from pallas_ops.core.tiles import wide
 from pallas_ops.ops.logcumsumexp import reference, vjp
 from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig, Params, choose_block_n
 from pallas_ops.scan.view import Sizes, implementation_for
@@ -159,8 +160,8 @@ def evaluate(
 ) -> tuple[jax.Array, jax.Array]:
     """The output, and the final state with an axis of length 1."""
     if params.axis == 0:  # the first axis of an `Op` is a batch
-        if initial is not None:
-            initial = jnp.broadcast_to(initial, (1, *x.shape[1:]))[None]
+        if initial is not None:  # widened first, so that its gradient is not added up in 16 bits
+            initial = jnp.broadcast_to(initial.astype(wide(x.dtype)), (1, *x.shape[1:]))[None]
         out, final = evaluate(dataclasses.replace(params, axis=1), x[None], initial)
         return out[0], final[0]
     if initial is not None:
