@@ -10,10 +10,6 @@ import pytest
 
 import pallas_ops
 from pallas_ops import TpaDecodeConfig
-from pallas_ops.core.card import H200
-from pallas_ops.ops.tpa_decode import backward, formed
-from pallas_ops.ops.tpa_decode.choose import queries_of_pass
-from pallas_ops.ops.tpa_decode.config import Sizes
 from tests.support import (
     EPS32,
     assert_as_good_as_reference,
@@ -221,40 +217,3 @@ def test_interpreted_gradients_of_three_ranks(rng: Rng) -> None:
     cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
     want, got = (value_and_vjp(both(i), xs, cotangents)[1] for i in ("xla", "interpret"))
     assert_close(got, want)
-
-
-@pytest.mark.parametrize(("window", "at_once"), [(None, 2**26), (7, 17_000)])
-def test_gradients_of_many_queries_come_in_blocks(
-    rng: Rng, window: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of four, all at once or two; filled up, also where some queries come before all keys."""
-    monkeypatch.setattr(backward, "AT_ONCE", at_once)
-    shape: dict[str, Any] = dict(b=3, n=9, m=40, h=9, r=4, d=16, e=8, rk=2)
-    s = Sizes(**(shape | dict(rv=1)), dtype="float32")
-    assert queries_of_pass(s, H200) == 4
-    xs, lengths = factors(rng, **shape), jnp.asarray([40, 12, 5], jnp.int32)
-    out, lse = random_cotangents(rng, jax.eval_shape(both(), *xs))
-    cotangents = out, lse.at[:, :4].set(0)  # of queries whose log-sum-exp is -inf
-    got, own = (pulled(i, window)(xs, lengths, cotangents)[1] for i in (KERNEL, "xla"))
-    truth = loop_gradients(xs, lengths, cotangents, window)
-    assert_as_good_as_reference(got, own, truth, floor=16 * EPS32)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("has_lengths", "window"), [(True, None), (False, 7), (True, 7)])
-def test_gradients_of_many_queries_come_in_chunks(
-    rng: Rng, dtype: Any, has_lengths: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of four queries; the last one is filled up."""
-    for name, value in dict(CHUNK=4, SCORES=1, LEAST_ROWS=1).items():
-        monkeypatch.setattr(formed, name, value)
-    jax.clear_caches()  # the same calls may have been made without
-    shape: dict[str, Any] = dict(b=3, n=11, m=40, h=5, r=4, d=16, e=8, rk=2)
-    xs, ends = factors(rng, dtype, **shape), [40, 12, 5] if has_lengths else [40] * 3
-    lengths = jnp.asarray(ends, jnp.int32) if has_lengths else None
-    out, lse = random_cotangents(rng, jax.eval_shape(both(), *xs))
-    unseeing = 6 if has_lengths else 0  # queries whose log-sum-exp is -inf
-    cotangents = out, lse.at[:, :unseeing].set(0)
-    got, own = (pulled(i, window)(xs, lengths, cotangents)[1] for i in (KERNEL, "xla"))
-    truth = loop_gradients(xs, ends, cotangents, window)
-    assert_as_good_as_reference(got, own, truth, floor=16 * EPS32)

@@ -199,15 +199,6 @@ def test_whose_gradients_cudnn_has() -> None:
         assert not prompt.has_gradient(o._replace(**longer), p)
 
 
-def test_how_many_queries_have_their_gradient_from_formed_keys() -> None:
-    s = Sizes(b=1, n=64, m=8192, h=34, r=6, d=64, e=64, rk=2, rv=2, dtype="bfloat16")
-    assert formed.takes(s)
-    assert not formed.takes(dataclasses.replace(s, n=63))
-    assert not formed.takes(dataclasses.replace(s, n=255, rk=1, rv=1))
-    assert not formed.takes(dataclasses.replace(s, n=511, m=2**18))
-    assert formed.takes(dataclasses.replace(s, n=512, m=2**18))
-
-
 def test_what_is_taken_for_a_prompt() -> None:
     sizes: dict[str, Any] = dict(b=1, n=512, m=8192, h=32, r=16, d=128, e=128, rk=1, rv=1)
     s, p = Sizes(**sizes, dtype="bfloat16", precision="default"), Params(precision="default")

@@ -15,7 +15,7 @@ from pallas_ops.ops.tpa_decode.choose import queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.kernel_backward import one_pass
 
-# Numbers in the keys' gradients (float32) of the passes that run at once: 256 MiB.
+# At most so many numbers in the float32 gradients of the keys of one launch's passes: 256 MiB.
 AT_ONCE = 2**26
 
 
@@ -34,7 +34,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
 
 
 def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
-    """A pass for every `block_n` queries; passes whose gradients of the keys are small run at once.
+    """A pass for each block of `block_n` queries, several passes in one launch (`AT_ONCE`).
 
     `lengths` of a block end at its last query. The first block is filled up with queries of the
     second, and the first step with copies of the first block. There the log-sum-exp is set to inf,

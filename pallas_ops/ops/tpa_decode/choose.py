@@ -120,7 +120,8 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
         return None
     programs = (2 if s.has_few_features else 1) * card.num_sms // (s.b * at_once)
     if at_once >= 16 and programs >= 8:
-        # Odd: else the splits of all passes store at addresses a power of two apart (13 to 34 %).
+        # An odd number. With an even one all splits of all passes may store at addresses that are a
+        # power of two apart, which takes 15 to 50 % more time.
         programs -= 1 - programs % 2
     num_splits = max(1, min(programs, -(-s.m // fitting.block_m)))
     return dataclasses.replace(fitting, num_splits=num_splits)
@@ -129,7 +130,8 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
 def queries_of_pass(s: Sizes, card: Card) -> int:
     """How many queries one backward pass takes; more come in several passes.
 
-    Few features: of four warps, two programs a multiprocessor. Others have eight warps.
+    With few features a program has four warps, and two programs share a multiprocessor. Else it has
+    up to eight warps.
     """
     most = max(1, (64 if s.has_few_features else 128) // head_tiles(s.h, backward=True)[0])
     n = min(most, power_of_two(s.n))
