@@ -103,8 +103,10 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
     if rows > 256:
         return None
     is_narrow = rows <= 32 or (s.has_few_features and rows <= 96)
-    # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill.
-    entries = 64 if card.capability >= 90 and is_narrow else 32
+    # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill. For
+    # 64 of float16, whose products are TF32's, sm_100 has too little tensor memory.
+    overflows = s.dtype == "float16" and card.capability >= 100
+    entries = 64 if card.capability >= 90 and is_narrow and not overflows else 32
     c = TpaDecodeConfig(
         block_h=s.h,
         block_n=block_n,
