@@ -5,6 +5,7 @@ take most of the time, and XLA's are the fastest. So q, k and v are formed.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,14 +36,20 @@ def takes(s: Sizes) -> bool:
 def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
     """Gradients of the factors that are present."""
     s, (o, _) = Sizes.of(o, p), reference.of_seen_keys(p, o)
+    has_cudnn = prompt.has_gradient(o, p)
+    if has_cudnn and (s.n % 2 or s.m % 2):
+        return prompt.with_even_sizes(partial(backward, p=p), o)
     product = _product(s, min(s.rk, s.rv, s.r) > 1)
     q = o.aq if o.bq is None else product("bnhr,bnrd->bnhd", o.aq, o.bq)
-    k = product("bmkh,bmkd->bmhd", o.ak, o.bk)
-    v = product("bmkh,bmkd->bmhd", o.av, o.bv)
-    q, v = p.score_scale * q.astype(jnp.float32), p.value_scale * v
-    q, k, v = (x.astype(_dtype(s)) for x in (q, k, v))
-    has_cudnn = prompt.has_gradient(o, p)
-    dq, dk, dv = prompt.backward(q, k, v, o) if has_cudnn else _in_chunks(q, k, v, o, p)
+    q = p.score_scale * q.astype(jnp.float32)
+    if has_cudnn:
+        dq, of_parts = prompt.backward(q, o, p.value_scale)
+    else:
+        k = product("bmkh,bmkd->bmhd", o.ak, o.bk)
+        v = p.value_scale * product("bmkh,bmkd->bmhd", o.av, o.bv)
+        q, k, v = (x.astype(_dtype(s)) for x in (q, k, v))
+        dq, dk, dv = _in_chunks(q, k, v, o, p)
+        of_parts = [(slice(s.m), dk, dv)]
 
     def of_factors(form: str, g: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Any:
         """The gradients of a and b, from the gradient g of scale * a b."""
@@ -51,8 +58,13 @@ def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
         db = scale * product(f"bmhd,{of_a}->{of_b}", g, a)
         return da.astype(a.dtype), db.astype(b.dtype)
 
-    dak, dbk = of_factors("bmkh,bmkd", dk, o.ak, o.bk, 1.0)
-    dav, dbv = of_factors("bmkh,bmkd", dv, o.av, o.bv, p.value_scale)
+    def of_part(keys: slice, dk: jax.Array, dv: jax.Array) -> Any:
+        ak, av, bk, bv = (x[:, keys] for x in (o.ak, o.av, o.bk, o.bv))
+        dak, dbk = of_factors("bmkh,bmkd", dk, ak, bk, 1.0)
+        return dak, *of_factors("bmkh,bmkd", dv, av, bv, p.value_scale), dbk
+
+    grads = zip(*(of_part(*part) for part in reversed(of_parts)), strict=True)
+    dak, dav, dbv, dbk = (jnp.concatenate(x, axis=1) for x in grads)
     if o.bq is None:
         return (p.score_scale * dq).astype(o.aq.dtype), dak, dav, dbk, dbv
     daq, dbq = of_factors("bmhr,bmrd", dq, o.aq, o.bq, p.score_scale)

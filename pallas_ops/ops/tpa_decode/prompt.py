@@ -6,6 +6,8 @@ parts: the last N, whose mask is the usual causal one, and all before these.
 """
 
 import importlib
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,39 +32,112 @@ try:  # `jax.nn.dot_product_attention` rounds the log-sum-exp to 16 bits.
     cudnn: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 except ImportError:
     cudnn = None
+# The gradient from a log-sum-exp that is given, which no public function takes.
+CUDNN_BACKWARD: Any = getattr(cudnn, "_dot_product_attention_bwd_p_wrapper", None)
 
 
 def takes(s: Sizes, p: Params) -> bool:
     """Whether cuDNN has the form of this call, and is the faster way."""
+    return s.n * tile(s.h) * s.most_ranks >= LEAST_ROWS and _has_form(s, p)
+
+
+def has_gradient(o: Operands, p: Params) -> bool:
+    """Whether cuDNN has the gradient as well, that of the output alone, and is the faster way."""
+    if CUDNN_BACKWARD is None or o.lengths is not None or p.has_lse:
+        return False
+    s = Sizes.of(o, p)
+    # Behind few keys it is bound by its 25 launches, behind many the other ways are by products.
+    least_rows = LEAST_ROWS if s.b * s.m < 2048 else LEAST_ROWS // 4
+    return s.n * s.h * s.most_ranks >= least_rows and _has_form(s, p)
+
+
+def _has_form(s: Sizes, p: Params) -> bool:
     if s.precision != "default" or s.dtype == "float32" or s.n > s.m:
         return False
     if p.window is not None or p.batch_invariant or p.config is not None:
         return False
-    if s.n * tile(s.h) * s.most_ranks < LEAST_ROWS or s.m * s.h * s.d >= 2**31:
-        return False
     is_here = launch.is_interpreted() or (cudnn is not None and card.is_here())
-    return is_here and s.d == s.e and s.d % 8 == 0 and s.d <= 128
+    return is_here and s.d == s.e and s.d % 8 == 0 and s.d <= 128 and s.m * s.h * s.d < 2**31
 
 
-def has_gradient(o: Operands, p: Params) -> bool:
-    """Whether cuDNN has the gradient as well: of whole sequences, and of the output alone."""
-    s = Sizes.of(o, p)
-    return takes(s, p) and s.n == s.m and o.lengths is None and not p.has_lse
+def with_even_sizes(
+    backward: Callable[[Operands], tuple[jax.Array, ...]], o: Operands
+) -> tuple[jax.Array, ...]:
+    """`backward`, which cuDNN has for even numbers of queries and keys only, for any.
+
+    Keys are filled up with one of zeros at the end, whose query comes with it, and queries with
+    one at the front. These queries have probabilities of 0 and add to no gradient.
+    """
+    n, m = o.aq.shape[1], o.m
+    end = m % 2
+    front = (n + end) % 2
+
+    def pad(x: jax.Array, front: int, value: float = 0.0) -> jax.Array:
+        padding = [(0, 0), (front, end), *[(0, 0)] * (x.ndim - 2)]
+        return jnp.pad(x, padding, constant_values=value)
+
+    bq = None if o.bq is None else pad(o.bq, front)
+    aq, out, dout = (pad(x, front) for x in (o.aq, o.out, o.dout))
+    queries = dict(aq=aq, bq=bq, out=out, dout=dout, lse=pad(o.lse, front, jnp.inf))
+    daq, dak, dav, *dbq, dbk, dbv = backward(o.with_cache(lambda x: pad(x, 0))._replace(**queries))
+    daq, *dbq = (x[:, front : front + n] for x in (daq, *dbq))
+    dak, dav, dbk, dbv = (x[:, :m] for x in (dak, dav, dbk, dbv))
+    return daq, dak, dav, *dbq, dbk, dbv
 
 
-def backward(q: jax.Array, k: jax.Array, v: jax.Array, o: Operands) -> tuple[jax.Array, ...]:
-    """Gradients of q, k and v [B, N, H, D] in the dtype of the cache."""
-    n, dtype, wide = q.shape[1], o.ak.dtype, jnp.dtype(jnp.float32)
-    attention = partial(jax.nn.dot_product_attention, scale=1.0, is_causal=True)
-    if not launch.is_interpreted():
-        attention, wide = partial(attention, implementation="cudnn"), dtype
+def backward(q: jax.Array, o: Operands, value_scale: float) -> tuple[jax.Array, list[Any]]:
+    """The gradient of q [B, N, H, D], and for each part its keys and the gradients of k and v.
 
-    def even(x: jax.Array) -> jax.Array:
-        """cuDNN takes an even number of tokens. One of zeros at the end adds to no gradient."""
-        return jnp.pad(x.astype(dtype).astype(wide), [(0, 0), (0, n % 2), (0, 0), (0, 0)])
+    Those of a part follow from the output and the log-sum-exp of all keys.
+    """
+    gradients = _gradients if launch.is_interpreted() else _cudnn_gradients
+    q, out, dout = (x.astype(o.ak.dtype) for x in (q, o.out, o.dout))
+    lse, dq, of_parts = o.lse.swapaxes(1, 2), jnp.zeros(q.shape, jnp.float32), []
+    for keys, is_causal in _parts(q.shape[1], o.m):
+        k, v = _formed(o, None, keys, value_scale)
+        of_q, *of_keys = gradients(q, k, v, lse, out, dout, is_causal=is_causal)
+        dq += of_q.astype(jnp.float32)
+        of_parts.append((keys, *of_keys))
+    return dq, of_parts
 
-    pull = jax.vjp(attention, even(q), even(k), even(v))[1]
-    return tuple(x[:, :n] for x in pull(even(o.dout)))
+
+def _parts(n: int, m: int) -> list[tuple[slice, bool]]:
+    """The last n keys, under a causal mask, and all before them."""
+    return [(slice(m - n, m), True), (slice(0, m - n), False)][: 1 + (n < m)]
+
+
+def _cudnn_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lse: jax.Array,
+    out: jax.Array,
+    dout: jax.Array,
+    is_causal: bool,
+) -> Any:
+    """Gradients of q, k and v."""
+    options: dict[str, Any] = dict(scale=1.0, seed=0, dropout_rate=0.0, sliding_window_length=None)
+    options |= dict(variadic_args=(False, False), layout=cudnn.AttentionLayout.BTNH.value)
+    if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:
+        options["score_mod"] = None
+    mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
+    absent = [jnp.zeros(0, q.dtype)] * 7
+    return CUDNN_BACKWARD.bind(q, k, v, *absent, lse, out, dout, mask_type=mask, **options)
+
+
+def _gradients(*operands: jax.Array, is_causal: bool) -> Any:
+    """What cuDNN computes, as the derivative of a sum: that of weight * (dout v^T - dout out^T)."""
+    q, k, v, lse, out, dout = (x.astype(jnp.float32) for x in operands)
+    n, m = q.shape[1], k.shape[1]
+    seen = jnp.tri(n, m, 0 if is_causal else m, dtype=bool)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        score = jnp.einsum("bnhd,bmhd->bhnm", q, k) - lse[..., None]
+        weight = jnp.exp(jnp.where(seen, score, -jnp.inf))
+        delta = jnp.einsum("bnhd,bnhd->bhn", dout, out)
+        return (weight * (jnp.einsum("bnhd,bmhd->bhnm", dout, v) - delta[..., None])).sum()
+
+    return jax.grad(total, (0, 1, 2))(q, k, v)
 
 
 def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
@@ -74,9 +149,7 @@ def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
     q = q.astype(o.ak.dtype)
     of_keys = partial(_attend, scale=scale, value_scale=p.value_scale)
     if o.lengths is None:
-        parts = [of_keys(q, o, slice(o.m - n, o.m), is_causal=True)]
-        if n < o.m:
-            parts.append(of_keys(q, o, slice(0, o.m - n)))
+        parts = [of_keys(q, o, keys, is_causal=causal) for keys, causal in _parts(n, o.m)]
         out, lse = _merged(parts)
         return out.astype(p.out_dtype), lse
     # The last N keys begin at token `start`; the first `num_blind` queries see no key.

@@ -96,7 +96,8 @@ _attention = jax.custom_vjp(partial(_call, FORWARD), nondiff_argnums=(0,))
 
 
 def _forward(p: Params, o: Operands):  # type: ignore[no-untyped-def]
-    results = _attention(dataclasses.replace(p, out_dtype="float32"), o)
+    saved_dtype = p.out_dtype if p.precision == "default" else "float32"
+    results = _attention(dataclasses.replace(p, out_dtype=saved_dtype), o)
     out, lse = (checkpoint_name(x, RESIDUALS) for x in results)
     return (out.astype(p.out_dtype), lse), (o, out, lse)
 
