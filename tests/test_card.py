@@ -139,19 +139,21 @@ def test_forward_and_gradient_compile(name: str, case: str) -> None:
     assert spills or (ours and max(kernel.spill_bytes for kernel in ours) <= 32)
 
 
-@pytest.mark.parametrize(("h", "n"), [(47, 2), (78, 1)])
-def test_gradients_of_float16_fit_in_tensor_memory(h: int, n: int) -> None:
-    """Of several rows, that of sm_100 holds 32 entries; its compiler refuses 64."""
-    struct = partial(jax.ShapeDtypeStruct, dtype=jnp.float16)
-    cache = struct((1, 256, 2, h)), struct((1, 256, 2, h))
-    features = struct((1, 256, 2, 64)), struct((1, 256, 2, 64))
-    xs = struct((1, n, h, 6)), *cache, struct((1, n, 6, 64)), *features
+SM_100 = [
+    factors(1, 256, 47, 6, 64, n=2, ranks=2, dtype="float16"),
+    factors(1, 256, 78, 6, 64, ranks=2, dtype="float16"),
+    factors(4, 40, 64, 1, 128, ranks=4, dtype="float16"),
+    factors(16, 40, 24, 2, 96, n=3, ranks=2),
+    factors(1, 512, 96, 8, 128, n=2, ranks=3),
+]
 
-    def gradient(*xs: jax.Array) -> Any:
-        return jax.grad(lambda *xs: pallas_ops.tpa_decode(*xs).sum(), tuple(range(6)))(*xs)
 
+@pytest.mark.parametrize("xs", SM_100)
+@pytest.mark.filterwarnings("ignore:tpa_decode runs as jax.numpy")
+def test_tiles_fit_in_the_memories_of_sm_100(xs: tuple[Struct, ...]) -> None:
+    """Its tensor cores keep results in a memory of their own, and operands in shared memory."""
     with h200.instead("NVIDIA B200"):
-        assert h200.compile_for_h200(gradient, *xs).ptx
+        assert h200.compile_for_h200(both(pallas_ops.tpa_decode), *xs).ptx
 
 
 def test_float8_takes_a_card_that_has_it() -> None:

@@ -23,6 +23,11 @@ class Card:
     num_sms: int
     shared_memory: int  # bytes that a program can have
 
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether the tensor cores' results are in a memory of their own, as on sm_100."""
+        return self.capability // 10 == 10
+
     def __str__(self) -> str:
         memory = f"{self.shared_memory} bytes of shared memory a program"
         return f"{self.name} ({self.num_sms} multiprocessors, {memory})"

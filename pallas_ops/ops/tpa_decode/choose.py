@@ -7,7 +7,7 @@ from pallas_ops.core.backend import NoKernelError
 from pallas_ops.core.card import Card
 from pallas_ops.core.tiles import MOST_PARTS, power_of_two
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles
-from pallas_ops.ops.tpa_decode.shared_memory import backward_bytes, forward_bytes
+from pallas_ops.ops.tpa_decode.shared_memory import backward_bytes, forward_bytes, sm_100_bytes
 
 
 def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeConfig:
@@ -103,14 +103,17 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
     if rows > 256:
         return None
     is_narrow = rows <= 32 or (s.has_few_features and rows <= 96)
-    # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill. For
-    # 64 of float16, whose products are TF32's, sm_100 has too little tensor memory.
-    overflows = s.dtype == "float16" and card.capability >= 100
-    entries = 64 if card.capability >= 90 and is_narrow and not overflows else 32
+    # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill; in
+    # wider tiles, and of float16 (products of TF32), tensor memory is too small for them.
+    is_too_large = card.has_tensor_memory and s.dtype == "float16"
+    entries = 64 if card.capability >= 90 and is_narrow and not is_too_large else 32
+    block_m = max(16, entries // s.most_ranks)
+    if card.has_tensor_memory and block_m * s.most_ranks > entries:
+        return None
     c = TpaDecodeConfig(
         block_h=s.h,
         block_n=block_n,
-        block_m=max(16, entries // s.most_ranks),
+        block_m=block_m,
         num_warps=4 if block_n * tiles[0] <= 64 else 8,
         num_stages=2 if s.dtype == "float32" else 3,
     )
@@ -146,7 +149,7 @@ def fit(
     s: Sizes, c: TpaDecodeConfig, bytes_of: Callable[..., int], card: Card, *, least: int
 ) -> TpaDecodeConfig | None:
     """`c` in shared memory: with half the keys a block, again and again, then with fewer stages."""
-    while bytes_of(s, c) > card.shared_memory:
+    while bytes_of(s, c) + card.has_tensor_memory * sm_100_bytes(s, c) > card.shared_memory:
         if c.block_m > least:
             c = dataclasses.replace(c, block_m=c.block_m // 2)
         elif c.num_stages > 1:

@@ -34,6 +34,17 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     return queries + c.block_m * (key + products)
 
 
+def sm_100_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
+    """What sm_100 takes in addition in 16 bits: its tensor cores take no operand from registers.
+
+    Two left operands come from shared memory, and scores of 64 rows go through it.
+    """
+    if s.dtype == "float32":
+        return 0
+    entries = c.block_m * max(s.tile_rk, s.tile_rv)
+    return 2 * 2 * entries * max(s.tile_d, s.tile_e) + 4 * 64 * 68 + 64
+
+
 def _operand_bytes(s: Sizes) -> tuple[int, int]:
     """Bytes of a number in a product with its own dtype, and in one with float32.
 
