@@ -8,7 +8,6 @@ of our kernels became slower or failed.
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -96,10 +95,14 @@ def _drift(row: Row, new_row: Row) -> float:
 def read(name: str) -> list[Report]:
     path = pathlib.Path(name)
     if path.is_dir():
-        return list(records.load(path).values())
-    if not path.is_file() or "tables" not in json.loads(path.read_text()):
-        raise app.UsageError(f"{name} is not the JSON of a run")
-    return [Report.from_json(path.read_text())]
+        found = list(records.load(path).values())
+        if not found:
+            raise app.UsageError(f"{name} holds no run")
+        return found
+    try:
+        return [Report.from_json(path.read_text())]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise app.UsageError(f"{name} is not the JSON of a run") from error
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -113,5 +113,7 @@ def test_forward_mode_says_what_to_do(rng: Rng, op: TestedOp) -> None:
     with pytest.raises(TypeError, match=message):
         jax.hessian(lambda x: sum(map(jnp.sum, fn(x, *floating[1:]))))(floating[0])
     with pytest.raises(TypeError, match=message):
+        jax.grad(lambda *ys: sum(map(jnp.sum, jax.jvp(fn, ys, ys)[1])))(*floating)
+    with pytest.raises(TypeError, match=message):
         chex.assert_numerical_grads(fn, floating, order=1)
     jax.eval_shape(push, *floating)  # nothing is refused where nothing is computed

@@ -50,3 +50,4 @@ mlir.register_lowering(tangent_p, mlir.lower_fun(_raise, multiple_results=False)
 # Only forward mode batches tangents (jax.jacfwd); reverse mode transposes them first.
 batching.primitive_batchers[tangent_p] = _raise
 ad.deflinear2(tangent_p, lambda ct, _, **__: [ct])
+ad.primitive_jvps[tangent_p] = _raise  # where reverse mode meets the tangent of forward mode

@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 import pytest
-from absl import flags
+from absl import app, flags
 from PIL import Image
 
 from benchmarks import compare, headline, plots, publish, records, summary
@@ -192,3 +192,13 @@ def test_exit_status(
     flags.FLAGS(["compare"])
     assert compare.main(["compare", *names]) == status
     assert f"{3 * status} of 3 points became slower or failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["# A page", '{"tables": 3}', "[]", None])
+def test_what_is_no_run_is_not_compared(tmp_path: pathlib.Path, text: str | None) -> None:
+    path = tmp_path
+    if text is not None:
+        path /= "run.json"
+        path.write_text(text)
+    with pytest.raises(app.UsageError, match=r"is not the JSON of a run|holds no run"):
+        compare.read(str(path))

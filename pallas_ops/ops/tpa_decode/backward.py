@@ -9,8 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core import card
-from pallas_ops.core.fastmath import LOG2E
-from pallas_ops.ops.tpa_decode import formed, prompt, reference
+from pallas_ops.ops.tpa_decode import formed, prompt
 from pallas_ops.ops.tpa_decode.choose import queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.kernel_backward import one_pass
@@ -23,12 +22,13 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
     """Gradients of the factors. Each pass over the keys has as many queries as fit one program."""
     o = Operands(*operands)
     s = Sizes.of(o, p)
-    if formed.takes(s) or prompt.has_gradient(o, p):
+    rounds_query = p.precision == "default" and (s.has_bq or s.wide_queries)
+    # float32 queries have float32 cotangents, which float16 may not hold.
+    is_exact = s.dtype == "float16" and s.wide_queries
+    if not (rounds_query and is_exact) and (formed.takes(s) or prompt.has_gradient(o, p)):
         return formed.backward(o, p)
-    if s.n == 1 and s.dtype != "float32":  # rounded products would save little time
-        p = dataclasses.replace(p, precision="highest")
-    if p.precision == "default" and s.has_bq:
-        return _of_rounded_query(o, p)
+    if rounds_query:
+        return _of_rounded_query(o, p, is_exact)
     block_n = queries_of_pass(s, card.current())
     return one_pass(o, p) if s.n <= block_n else _in_blocks(o, p, block_n)
 
@@ -78,14 +78,20 @@ def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
     return daq, dak, dav, *dbq, dbk, dbv
 
 
-def _of_rounded_query(o: Operands, p: Params) -> tuple[jax.Array, ...]:
-    """The gradient at default precision: q is formed, scaled and rounded as in the forward pass."""
+def _of_rounded_query(o: Operands, p: Params, is_exact: bool) -> tuple[jax.Array, ...]:
+    """The gradient at default precision: q is formed, scaled and rounded as in the forward pass.
 
-    def query(aq: jax.Array, bq: jax.Array) -> jax.Array:
-        return reference.query(aq, bq, p.score_scale * LOG2E).astype(o.ak.dtype)
+    All that follows is rounded as well, unless `is_exact`.
+    """
 
-    q, pull = jax.vjp(query, o.aq, o.bq)
-    p = dataclasses.replace(p, score_scale=1 / LOG2E)
+    def query(aq: jax.Array, *bq: jax.Array) -> tuple[jax.Array, float]:
+        return prompt.scaled_query(aq, bq[0] if bq else None, p)[:2]
+
+    factors = [x for x in (o.aq, o.bq) if x is not None]
+    q, pull, scale = jax.vjp(query, *factors, has_aux=True)
+    p, q = dataclasses.replace(p, score_scale=scale), q.astype(o.ak.dtype)
+    if is_exact:
+        p, q = dataclasses.replace(p, precision="highest"), q.astype(jnp.float32)
     dq, dak, dav, dbk, dbv = backward(*o._replace(aq=q, bq=None), p=p)
-    daq, dbq = pull(dq)
-    return daq, dak, dav, dbq, dbk, dbv
+    daq, *dbq = pull(dq.astype(jnp.float32))
+    return daq, dak, dav, *dbq, dbk, dbv

@@ -104,8 +104,9 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
         return None
     is_narrow = rows <= 32 or (s.has_few_features and rows <= 96)
     # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill; in
-    # wider tiles, and of float16 (products of TF32), tensor memory is too small for them.
-    is_too_large = card.has_tensor_memory and s.dtype == "float16"
+    # wider tiles, of many features or of products in TF32, tensor memory is too small for them.
+    has_wide_results = max(s.d, s.e) > 128 or s.dtype != "bfloat16" or s.wide_queries
+    is_too_large = card.has_tensor_memory and has_wide_results
     entries = 64 if card.capability >= 90 and is_narrow and not is_too_large else 32
     block_m = max(16, entries // s.most_ranks)
     if card.has_tensor_memory and block_m * s.most_ranks > entries:

@@ -19,9 +19,11 @@ from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 
 # Queries times the square of the ranks: with fewer the kernel's passes take less time.
 LEAST_ROWS = 256
-# Numbers in keys and values: 4 GiB in float32, and as much for their gradients. With more of them,
-# fewer than 512 queries take the kernel's passes, which need next to no memory.
+# Numbers in keys and values of a sequence: 4 GiB in float32, and as much for their gradients. With
+# more of them, fewer than 512 queries take the kernel's passes, which need next to no memory.
 MOST_FORMED = 2**30
+# Numbers in keys and values, or in 64 queries' scores, of as many sequences as run at once: 1 GiB.
+AT_ONCE = 2**28
 # A chunk has 64 queries, or more if their scores still fit in 300 MB (float32).
 CHUNK = 64
 SCORES = 75_000_000
@@ -29,8 +31,17 @@ SCORES = 75_000_000
 
 def takes(s: Sizes) -> bool:
     """Whether this is faster than the kernel's passes, and q, k and v are not too large."""
-    fits = s.n >= 512 or s.b * s.m * s.h * (s.d + s.e) <= MOST_FORMED
+    fits = s.n >= 512 or s.m * s.h * (s.d + s.e) <= MOST_FORMED
     return fits and s.n * s.most_ranks**2 >= LEAST_ROWS
+
+
+def _numbers(s: Sizes) -> int:
+    """Those of k and v, or of a chunk's scores, if these are more."""
+    return s.b * s.m * s.h * max(s.d + s.e, CHUNK)
+
+
+def _grouped(groups: int, x: jax.Array) -> jax.Array:
+    return x.reshape(groups, -1, *x.shape[1:])
 
 
 def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
@@ -39,16 +50,24 @@ def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
     has_cudnn = prompt.has_gradient(o, p)
     if has_cudnn and (s.n % 2 or s.m % 2):
         return prompt.with_even_sizes(partial(backward, p=p), o)
+    divisors = (i for i in range(1, s.b + 1) if s.b % i == 0)
+    groups = next((i for i in divisors if _numbers(s) <= i * AT_ONCE), s.b)
+    if groups > 1:
+        grads = lax.map(partial(backward, p=p), jax.tree.map(partial(_grouped, groups), o))
+        return tuple(x.reshape(s.b, *x.shape[2:]) for x in grads)
     product = _product(s, min(s.rk, s.rv, s.r) > 1)
-    q = o.aq if o.bq is None else product("bnhr,bnrd->bnhd", o.aq, o.bq)
-    q = p.score_scale * q.astype(jnp.float32)
+    q, scale, query_scale = o.aq, p.score_scale, 1.0
+    if s.precision == "default":
+        q, scale, query_scale = prompt.scaled_query(o.aq, o.bq, p)
+    elif o.bq is not None:
+        q = product("bnhr,bnrd->bnhd", o.aq, o.bq)
     if has_cudnn:
-        dq, of_parts = prompt.backward(q, o, p.value_scale)
+        dq, of_parts = prompt.backward(q, scale, o, p.value_scale)
     else:
         k = product("bmkh,bmkd->bmhd", o.ak, o.bk)
         v = p.value_scale * product("bmkh,bmkd->bmhd", o.av, o.bv)
         q, k, v = (x.astype(_dtype(s)) for x in (q, k, v))
-        dq, dk, dv = _in_chunks(q, k, v, o, p)
+        dq, dk, dv = _in_chunks(q, k, v, scale, o, p)
         of_parts = [(slice(s.m), dk, dv)]
 
     def of_factors(form: str, g: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> Any:
@@ -66,13 +85,13 @@ def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
     grads = zip(*(of_part(*part) for part in reversed(of_parts)), strict=True)
     dak, dav, dbv, dbk = (jnp.concatenate(x, axis=1) for x in grads)
     if o.bq is None:
-        return (p.score_scale * dq).astype(o.aq.dtype), dak, dav, dbk, dbv
-    daq, dbq = of_factors("bmhr,bmrd", dq, o.aq, o.bq, p.score_scale)
+        return dq.astype(o.aq.dtype), dak, dav, dbk, dbv
+    daq, dbq = of_factors("bmhr,bmrd", dq, o.aq, o.bq, query_scale)
     return daq, dak, dav, dbq, dbk, dbv
 
 
 def _in_chunks(
-    q: jax.Array, k: jax.Array, v: jax.Array, o: Operands, p: Params
+    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, o: Operands, p: Params
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v [B, N or M, H, D], a chunk of queries at a time."""
     s = Sizes.of(o, p)
@@ -87,9 +106,9 @@ def _in_chunks(
 
     def step(sums: tuple[jax.Array, jax.Array], chunk: list[jax.Array]) -> tuple[Any, jax.Array]:
         q, dout, lse, delta, stop = chunk
-        score = product("bhnd,bhmd->bhnm", q, k) - lse[..., None]
+        score = scale * product("bhnd,bhmd->bhnm", q, k) - lse[..., None]
         weight = jnp.where(reference.are_seen(s.m, stop, p.window), jnp.exp(score), 0.0)
-        ds = weight * (product("bhnd,bhmd->bhnm", dout, v) - delta[..., None])
+        ds = scale * weight * (product("bhnd,bhmd->bhnm", dout, v) - delta[..., None])
         dk = sums[0] + product("bhnm,bhnd->bhmd", ds, q)
         dv = sums[1] + product("bhnm,bhnd->bhmd", weight, dout)
         return (dk, dv), product("bhnm,bhmd->bhnd", ds, k)

@@ -85,7 +85,9 @@ def with_even_sizes(
     return daq, dak, dav, *dbq, dbk, dbv
 
 
-def backward(q: jax.Array, o: Operands, value_scale: float) -> tuple[jax.Array, list[Any]]:
+def backward(
+    q: jax.Array, scale: float, o: Operands, value_scale: float
+) -> tuple[jax.Array, list[Any]]:
     """The gradient of q [B, N, H, D], and for each part its keys and the gradients of k and v.
 
     Those of a part follow from the output and the log-sum-exp of all keys.
@@ -95,7 +97,7 @@ def backward(q: jax.Array, o: Operands, value_scale: float) -> tuple[jax.Array, 
     lse, dq, of_parts = o.lse.swapaxes(1, 2), jnp.zeros(q.shape, jnp.float32), []
     for keys, is_causal in _parts(q.shape[1], o.m):
         k, v = _formed(o, None, keys, value_scale)
-        of_q, *of_keys = gradients(q, k, v, lse, out, dout, is_causal=is_causal)
+        of_q, *of_keys = gradients(q, k, v, lse, out, dout, scale=scale, is_causal=is_causal)
         dq += of_q.astype(jnp.float32)
         of_parts.append((keys, *of_keys))
     return dq, of_parts
@@ -113,10 +115,14 @@ def _cudnn_gradients(
     lse: jax.Array,
     out: jax.Array,
     dout: jax.Array,
+    *,
+    scale: float,
     is_causal: bool,
 ) -> Any:
     """Gradients of q, k and v."""
-    options: dict[str, Any] = dict(scale=1.0, seed=0, dropout_rate=0.0, sliding_window_length=None)
+    options: dict[str, Any] = dict(
+        scale=scale, seed=0, dropout_rate=0.0, sliding_window_length=None
+    )
     options |= dict(variadic_args=(False, False), layout=cudnn.AttentionLayout.BTNH.value)
     if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:
         options["score_mod"] = None
@@ -125,14 +131,14 @@ def _cudnn_gradients(
     return CUDNN_BACKWARD.bind(q, k, v, *absent, lse, out, dout, mask_type=mask, **options)
 
 
-def _gradients(*operands: jax.Array, is_causal: bool) -> Any:
+def _gradients(*operands: jax.Array, scale: float, is_causal: bool) -> Any:
     """What cuDNN computes, as the derivative of a sum: that of weight * (dout v^T - dout out^T)."""
     q, k, v, lse, out, dout = (x.astype(jnp.float32) for x in operands)
     n, m = q.shape[1], k.shape[1]
     seen = jnp.tri(n, m, 0 if is_causal else m, dtype=bool)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        score = jnp.einsum("bnhd,bmhd->bhnm", q, k) - lse[..., None]
+        score = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k) - lse[..., None]
         weight = jnp.exp(jnp.where(seen, score, -jnp.inf))
         delta = jnp.einsum("bnhd,bnhd->bhn", dout, out)
         return (weight * (jnp.einsum("bnhd,bmhd->bhnm", dout, v) - delta[..., None])).sum()
@@ -143,9 +149,7 @@ def _gradients(*operands: jax.Array, is_causal: bool) -> Any:
 def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
     """out [B, N, H, E] and lse [B, N, H]."""
     o = reference.dequantised(reference.from_pages(o))
-    n, q, scale = o.aq.shape[1], o.aq, p.score_scale
-    if o.bq is not None:
-        q, scale = reference.query(o.aq, o.bq, p.score_scale * LOG2E), 1 / LOG2E
+    n, (q, scale, _) = o.aq.shape[1], scaled_query(o.aq, o.bq, p)
     q = q.astype(o.ak.dtype)
     of_keys = partial(_attend, scale=scale, value_scale=p.value_scale)
     if o.lengths is None:
@@ -165,6 +169,17 @@ def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
     sees = (query >= num_blind[:, None])[..., None]
     out = jnp.where(sees[..., None], out, 0.0)
     return out.astype(p.out_dtype), jnp.where(sees, lse, -jnp.inf)
+
+
+def scaled_query(aq: jax.Array, bq: jax.Array | None, p: Params) -> tuple[jax.Array, float, float]:
+    """What default precision rounds to 16 bits: a multiple of q, in float32.
+
+    Also what its products with keys are multiplied by, and the multiple.
+    """
+    if bq is None:
+        return reference.query(aq, None), p.score_scale, 1.0
+    scale = p.score_scale * LOG2E
+    return reference.query(aq, bq, scale), 1 / LOG2E, scale
 
 
 def _rolled(x: jax.Array, shift: jax.Array) -> jax.Array:

@@ -95,7 +95,14 @@ def _call(op: Op, p: Params, o: Operands) -> Any:
 _attention = jax.custom_vjp(partial(_call, FORWARD), nondiff_argnums=(0,))
 
 
+def _of_gradient(p: Params, o: Operands) -> Params:
+    """With a gradient a single query is exact in 16 bits: rounding saves next to no time there."""
+    is_exact = o.aq.shape[1] == 1 and o.ak.dtype.itemsize == 2
+    return dataclasses.replace(p, precision="highest") if is_exact else p
+
+
 def _forward(p: Params, o: Operands):  # type: ignore[no-untyped-def]
+    p = _of_gradient(p, o)
     saved_dtype = p.out_dtype if p.precision == "default" else "float32"
     results = _attention(dataclasses.replace(p, out_dtype=saved_dtype), o)
     out, lse = (checkpoint_name(x, RESIDUALS) for x in results)
@@ -104,6 +111,7 @@ def _forward(p: Params, o: Operands):  # type: ignore[no-untyped-def]
 
 def _backward(p: Params, saved: Any, cotangents: Any):  # type: ignore[no-untyped-def]
     o, out, lse = saved
+    p = _of_gradient(p, o)
     results = dict(out=out, lse=lse, dout=cotangents[0], dlse=cotangents[1])
     grads = _call(backward_op(o.bq is not None), p, reference.dequantised(o)._replace(**results))
     daq, dak, dav, *dbq, dbk, dbv = grads
