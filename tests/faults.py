@@ -77,7 +77,12 @@ FAULTS = {
         "ops/tpa_decode/prompt.py", "count, is_causal=True)", "count)"
     ),
     "gradients of many queries without the scale of the values": Fault(
-        "ops/tpa_decode/formed.py", "dv, o.av, o.bv, p.value_scale)", "dv, o.av, o.bv, 1.0)"
+        "ops/tpa_decode/formed.py", "dv, av, bv, p.value_scale)", "dv, av, bv, 1.0)"
+    ),
+    "gradients of many queries round another query": Fault(
+        "ops/tpa_decode/formed.py",
+        "prompt.scaled_query(o.aq, o.bq, p)",
+        "reference.query(o.aq, o.bq, p.score_scale), 1.0, p.score_scale",
     ),
     "of many queries only the last chunk counts": Fault(
         "ops/tpa_decode/formed.py", "dk = sums[0] + ", "dk = "

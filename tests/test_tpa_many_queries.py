@@ -47,7 +47,7 @@ def test_gradients_of_many_queries_come_in_chunks(
     rng: Rng, dtype: Any, has_lengths: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four queries; the last one is filled up. Two of four sequences at a time."""
-    for name, value in dict(CHUNK=4, SCORES=1, LEAST_ROWS=1, AT_ONCE=2 * 40 * 5 * 24).items():
+    for name, value in dict(CHUNK=4, SCORES=1, LEAST_ROWS=1, AT_ONCE=8 * 40 * 5 * 24).items():
         monkeypatch.setattr(formed, name, value)
     jax.clear_caches()  # the same calls may have been made without
     shape: dict[str, Any] = dict(b=4, n=11, m=40, h=5, r=4, d=16, e=8, rk=2)

@@ -22,8 +22,8 @@ LEAST_ROWS = 256
 # Numbers in keys and values of a sequence: 4 GiB in float32, and as much for their gradients. With
 # more of them, fewer than 512 queries take the kernel's passes, which need next to no memory.
 MOST_FORMED = 2**30
-# Numbers in keys and values, or in 64 queries' scores, of as many sequences as run at once: 1 GiB.
-AT_ONCE = 2**28
+# Bytes of keys and values, or of 64 queries' scores, of as many sequences as run at once.
+AT_ONCE = 2**30
 # A chunk has 64 queries, or more if their scores still fit in 300 MB (float32).
 CHUNK = 64
 SCORES = 75_000_000
@@ -35,9 +35,10 @@ def takes(s: Sizes) -> bool:
     return fits and s.n * s.most_ranks**2 >= LEAST_ROWS
 
 
-def _numbers(s: Sizes) -> int:
+def _bytes(s: Sizes) -> int:
     """Those of k and v, or of a chunk's scores, if these are more."""
-    return s.b * s.m * s.h * max(s.d + s.e, CHUNK)
+    itemsize: int = _dtype(s).itemsize
+    return s.b * s.m * s.h * max(s.d + s.e, CHUNK) * itemsize
 
 
 def _grouped(groups: int, x: jax.Array) -> jax.Array:
@@ -46,22 +47,26 @@ def _grouped(groups: int, x: jax.Array) -> jax.Array:
 
 def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
     """Gradients of the factors that are present."""
-    s, (o, _) = Sizes.of(o, p), reference.of_seen_keys(p, o)
-    has_cudnn = prompt.has_gradient(o, p)
-    if has_cudnn and (s.n % 2 or s.m % 2):
+    s = Sizes.of(o, p)
+    if prompt.has_gradient(o, p) and (s.n % 2 or s.m % 2):
         return prompt.with_even_sizes(partial(backward, p=p), o)
     divisors = (i for i in range(1, s.b + 1) if s.b % i == 0)
-    groups = next((i for i in divisors if _numbers(s) <= i * AT_ONCE), s.b)
+    groups = next((i for i in divisors if _bytes(s) <= i * AT_ONCE), s.b)
     if groups > 1:
         grads = lax.map(partial(backward, p=p), jax.tree.map(partial(_grouped, groups), o))
         return tuple(x.reshape(s.b, *x.shape[2:]) for x in grads)
+    return _at_once(reference.of_seen_keys(p, o)[0], p)
+
+
+def _at_once(o: Operands, p: Params) -> tuple[jax.Array, ...]:
+    s = Sizes.of(o, p)
     product = _product(s, min(s.rk, s.rv, s.r) > 1)
     q, scale, query_scale = o.aq, p.score_scale, 1.0
     if s.precision == "default":
         q, scale, query_scale = prompt.scaled_query(o.aq, o.bq, p)
     elif o.bq is not None:
         q = product("bnhr,bnrd->bnhd", o.aq, o.bq)
-    if has_cudnn:
+    if prompt.has_gradient(o, p):
         dq, of_parts = prompt.backward(q, scale, o, p.value_scale)
     else:
         k = product("bmkh,bmkd->bmhd", o.ak, o.bk)

@@ -66,19 +66,17 @@ def with_even_sizes(
     """`backward`, which cuDNN has for even numbers of queries and keys only, for any.
 
     Keys are filled up with one of zeros at the end, whose query comes with it, and queries with
-    one at the front. These queries have probabilities of 0 and add to no gradient.
+    one at the front. The cotangents of these queries are 0, so they add to no gradient.
     """
     n, m = o.aq.shape[1], o.m
     end = m % 2
     front = (n + end) % 2
 
-    def pad(x: jax.Array, front: int, value: float = 0.0) -> jax.Array:
-        padding = [(0, 0), (front, end), *[(0, 0)] * (x.ndim - 2)]
-        return jnp.pad(x, padding, constant_values=value)
+    def pad(x: jax.Array, front: int) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (front, end), *[(0, 0)] * (x.ndim - 2)])
 
-    bq = None if o.bq is None else pad(o.bq, front)
-    aq, out, dout = (pad(x, front) for x in (o.aq, o.out, o.dout))
-    queries = dict(aq=aq, bq=bq, out=out, dout=dout, lse=pad(o.lse, front, jnp.inf))
+    names = "aq", "bq", "out", "lse", "dout"
+    queries = {name: pad(x, front) for name in names if (x := getattr(o, name)) is not None}
     daq, dak, dav, *dbq, dbk, dbv = backward(o.with_cache(lambda x: pad(x, 0))._replace(**queries))
     daq, *dbq = (x[:, front : front + n] for x in (daq, *dbq))
     dak, dav, dbk, dbv = (x[:, :m] for x in (dak, dav, dbk, dbv))
