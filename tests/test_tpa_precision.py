@@ -11,7 +11,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops.core import launch
-from pallas_ops.ops.tpa_decode import formed, prompt
+from pallas_ops.ops.tpa_decode import formed, prompt, prompt_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig
 from tests import h200
 from tests.support import (
@@ -178,7 +178,7 @@ def test_gradients_of_many_queries(
     for module in prompt, formed:
         monkeypatch.setattr(module, "LEAST_ROWS", 1)
     if not has_cudnn:
-        monkeypatch.setattr(prompt, "CUDNN_BACKWARD", None)
+        monkeypatch.setattr(prompt_backward, "CUDNN_BACKWARD", None)
     jax.clear_caches()  # the same calls may have been made before
     aq, *others = factors(rng, dtype, **shape)
     xs = 8 * aq, *others
@@ -234,11 +234,11 @@ def test_whose_gradients_cudnn_has() -> None:
         for k, x in zip(("ak", "av", "bk", "bv"), (o.ak, o.av, o.bk, o.bv), strict=True)
     }
     with launch.interpreted(True):
-        assert prompt.has_gradient(o, p)
-        assert not prompt.has_gradient(o, dataclasses.replace(p, has_lse=True))
-        assert not prompt.has_gradient(o, dataclasses.replace(p, precision="highest"))
-        assert not prompt.has_gradient(o._replace(lengths=jnp.ones(1, jnp.int32)), p)
-        assert prompt.has_gradient(o._replace(**longer), p)
+        assert prompt_backward.has_gradient(o, p)
+        assert not prompt_backward.has_gradient(o, dataclasses.replace(p, has_lse=True))
+        assert not prompt_backward.has_gradient(o, dataclasses.replace(p, precision="highest"))
+        assert not prompt_backward.has_gradient(o._replace(lengths=jnp.ones(1, jnp.int32)), p)
+        assert prompt_backward.has_gradient(o._replace(**longer), p)
 
 
 def test_what_is_taken_for_a_prompt() -> None:

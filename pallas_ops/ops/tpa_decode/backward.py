@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core import card
-from pallas_ops.ops.tpa_decode import formed, prompt
+from pallas_ops.ops.tpa_decode import formed, prompt, prompt_backward
 from pallas_ops.ops.tpa_decode.choose import queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.kernel_backward import one_pass
@@ -25,7 +25,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
     rounds_query = p.precision == "default" and (s.has_bq or s.wide_queries)
     # float32 queries have float32 cotangents, which float16 may not hold.
     is_exact = s.dtype == "float16" and s.wide_queries
-    if not (rounds_query and is_exact) and (formed.takes(s) or prompt.has_gradient(o, p)):
+    if not (rounds_query and is_exact) and (formed.takes(s) or prompt_backward.has_gradient(o, p)):
         return formed.backward(o, p)
     if rounds_query:
         return _of_rounded_query(o, p, is_exact)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core import launch
-from pallas_ops.ops.tpa_decode import prompt, reference
+from pallas_ops.ops.tpa_decode import prompt, prompt_backward, reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 
 # Queries times the square of the ranks: with fewer the kernel's passes take less time.
@@ -48,8 +48,8 @@ def _grouped(groups: int, x: jax.Array) -> jax.Array:
 def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
     """Gradients of the factors that are present."""
     s = Sizes.of(o, p)
-    if prompt.has_gradient(o, p) and (s.n % 2 or s.m % 2):
-        return prompt.with_even_sizes(partial(backward, p=p), o)
+    if prompt_backward.has_gradient(o, p) and (s.n % 2 or s.m % 2):
+        return prompt_backward.with_even_sizes(partial(backward, p=p), o)
     divisors = (i for i in range(1, s.b + 1) if s.b % i == 0)
     groups = next((i for i in divisors if _bytes(s) <= i * AT_ONCE), s.b)
     if groups > 1:
@@ -66,8 +66,8 @@ def _at_once(o: Operands, p: Params) -> tuple[jax.Array, ...]:
         q, scale, query_scale = prompt.scaled_query(o.aq, o.bq, p)
     elif o.bq is not None:
         q = product("bnhr,bnrd->bnhd", o.aq, o.bq)
-    if prompt.has_gradient(o, p):
-        dq, of_parts = prompt.backward(q, scale, o, p.value_scale)
+    if prompt_backward.has_gradient(o, p):
+        dq, of_parts = prompt_backward.backward(q, scale, o, p.value_scale)
     else:
         k = product("bmkh,bmkd->bmhd", o.ak, o.bk)
         v = p.value_scale * product("bmkh,bmkd->bmhd", o.av, o.bv)

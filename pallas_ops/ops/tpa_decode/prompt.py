@@ -6,8 +6,6 @@ parts: the last N, whose mask is the usual causal one, and all before these.
 """
 
 import importlib
-import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,26 +30,15 @@ try:  # `jax.nn.dot_product_attention` rounds the log-sum-exp to 16 bits.
     cudnn: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 except ImportError:
     cudnn = None
-# The gradient from a log-sum-exp that is given, which no public function takes.
-CUDNN_BACKWARD: Any = getattr(cudnn, "_dot_product_attention_bwd_p_wrapper", None)
 
 
 def takes(s: Sizes, p: Params) -> bool:
     """Whether cuDNN has the form of this call, and is the faster way."""
-    return s.n * tile(s.h) * s.most_ranks >= LEAST_ROWS and _has_form(s, p)
+    return s.n * tile(s.h) * s.most_ranks >= LEAST_ROWS and has_form(s, p)
 
 
-def has_gradient(o: Operands, p: Params) -> bool:
-    """Whether cuDNN has the gradient as well, that of the output alone, and is the faster way."""
-    if CUDNN_BACKWARD is None or o.lengths is not None or p.has_lse:
-        return False
-    s = Sizes.of(o, p)
-    # Behind few keys it is bound by its 25 launches, behind many the other ways are by products.
-    least_rows = LEAST_ROWS if s.b * s.m < 2048 else LEAST_ROWS // 4
-    return s.n * s.h * s.most_ranks >= least_rows and _has_form(s, p)
-
-
-def _has_form(s: Sizes, p: Params) -> bool:
+def has_form(s: Sizes, p: Params) -> bool:
+    """Whether cuDNN has the form of this call."""
     if s.precision != "default" or s.dtype == "float32" or s.n > s.m:
         return False
     if p.window is not None or p.batch_invariant or p.config is not None:
@@ -60,88 +47,9 @@ def _has_form(s: Sizes, p: Params) -> bool:
     return is_here and s.d == s.e and s.d % 8 == 0 and s.d <= 128 and s.m * s.h * s.d < 2**31
 
 
-def with_even_sizes(
-    backward: Callable[[Operands], tuple[jax.Array, ...]], o: Operands
-) -> tuple[jax.Array, ...]:
-    """`backward`, which cuDNN has for even numbers of queries and keys only, for any.
-
-    Keys are filled up with one of zeros at the end, whose query comes with it, and queries with
-    one at the front. The cotangents of these queries are 0, so they add to no gradient.
-    """
-    n, m = o.aq.shape[1], o.m
-    end = m % 2
-    front = (n + end) % 2
-
-    def pad(x: jax.Array, front: int) -> jax.Array:
-        return jnp.pad(x, [(0, 0), (front, end), *[(0, 0)] * (x.ndim - 2)])
-
-    names = "aq", "bq", "out", "lse", "dout"
-    queries = {name: pad(x, front) for name in names if (x := getattr(o, name)) is not None}
-    daq, dak, dav, *dbq, dbk, dbv = backward(o.with_cache(lambda x: pad(x, 0))._replace(**queries))
-    daq, *dbq = (x[:, front : front + n] for x in (daq, *dbq))
-    dak, dav, dbk, dbv = (x[:, :m] for x in (dak, dav, dbk, dbv))
-    return daq, dak, dav, *dbq, dbk, dbv
-
-
-def backward(
-    q: jax.Array, scale: float, o: Operands, value_scale: float
-) -> tuple[jax.Array, list[Any]]:
-    """The gradient of q [B, N, H, D], and for each part its keys and the gradients of k and v.
-
-    Those of a part follow from the output and the log-sum-exp of all keys.
-    """
-    gradients = _gradients if launch.is_interpreted() else _cudnn_gradients
-    q, out, dout = (x.astype(o.ak.dtype) for x in (q, o.out, o.dout))
-    lse, dq, of_parts = o.lse.swapaxes(1, 2), jnp.zeros(q.shape, jnp.float32), []
-    for keys, is_causal in _parts(q.shape[1], o.m):
-        k, v = _formed(o, None, keys, value_scale)
-        of_q, *of_keys = gradients(q, k, v, lse, out, dout, scale=scale, is_causal=is_causal)
-        dq += of_q.astype(jnp.float32)
-        of_parts.append((keys, *of_keys))
-    return dq, of_parts
-
-
-def _parts(n: int, m: int) -> list[tuple[slice, bool]]:
+def parts_of_keys(n: int, m: int) -> list[tuple[slice, bool]]:
     """The last n keys, under a causal mask, and all before them."""
     return [(slice(m - n, m), True), (slice(0, m - n), False)][: 1 + (n < m)]
-
-
-def _cudnn_gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lse: jax.Array,
-    out: jax.Array,
-    dout: jax.Array,
-    *,
-    scale: float,
-    is_causal: bool,
-) -> Any:
-    """Gradients of q, k and v."""
-    options: dict[str, Any] = dict(
-        scale=scale, seed=0, dropout_rate=0.0, sliding_window_length=None
-    )
-    options |= dict(variadic_args=(False, False), layout=cudnn.AttentionLayout.BTNH.value)
-    if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:
-        options["score_mod"] = None
-    mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
-    absent = [jnp.zeros(0, q.dtype)] * 7
-    return CUDNN_BACKWARD.bind(q, k, v, *absent, lse, out, dout, mask_type=mask, **options)
-
-
-def _gradients(*operands: jax.Array, scale: float, is_causal: bool) -> Any:
-    """What cuDNN computes, as the derivative of a sum: that of weight * (dout v^T - dout out^T)."""
-    q, k, v, lse, out, dout = (x.astype(jnp.float32) for x in operands)
-    n, m = q.shape[1], k.shape[1]
-    seen = jnp.tri(n, m, 0 if is_causal else m, dtype=bool)
-
-    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        score = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k) - lse[..., None]
-        weight = jnp.exp(jnp.where(seen, score, -jnp.inf))
-        delta = jnp.einsum("bnhd,bnhd->bhn", dout, out)
-        return (weight * (jnp.einsum("bnhd,bmhd->bhnm", dout, v) - delta[..., None])).sum()
-
-    return jax.grad(total, (0, 1, 2))(q, k, v)
 
 
 def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
@@ -151,7 +59,7 @@ def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
     q = q.astype(o.ak.dtype)
     of_keys = partial(_attend, scale=scale, value_scale=p.value_scale)
     if o.lengths is None:
-        parts = [of_keys(q, o, keys, is_causal=causal) for keys, causal in _parts(n, o.m)]
+        parts = [of_keys(q, o, keys, is_causal=causal) for keys, causal in parts_of_keys(n, o.m)]
         out, lse = _merged(parts)
         return out.astype(p.out_dtype), lse
     # The last N keys begin at token `start`; the first `num_blind` queries see no key.
@@ -197,7 +105,7 @@ def _attend(
     is_causal: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention to these keys, of which the first `lengths` exist; by cuDNN, or in jax.numpy."""
-    k, v = _formed(o, lengths, keys, value_scale)
+    k, v = form_keys(o, lengths, keys, value_scale)
     if launch.is_interpreted():
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         masks: Any = dict(key_value_seq_lengths=lengths, is_causal=is_causal)
@@ -227,7 +135,7 @@ def _merged(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Ar
     return out, lse
 
 
-def _formed(
+def form_keys(
     o: Operands, lengths: jax.Array | None, keys: slice, value_scale: float
 ) -> list[jax.Array]:
     """Keys and values [B, keys, H, D], rounded once; 0 from `lengths` on."""

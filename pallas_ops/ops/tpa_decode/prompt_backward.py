@@ -1,0 +1,105 @@
+"""The gradient of many queries at JAX's default precision: cuDNN's, from the saved log-sum-exp."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ops.core import launch
+from pallas_ops.ops.tpa_decode import prompt
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
+
+# The gradient from a log-sum-exp that is given, which no public function takes.
+CUDNN_BACKWARD: Any = getattr(prompt.cudnn, "_dot_product_attention_bwd_p_wrapper", None)
+
+
+def has_gradient(o: Operands, p: Params) -> bool:
+    """Whether cuDNN has the gradient as well, that of the output alone, and is the faster way."""
+    if CUDNN_BACKWARD is None or o.lengths is not None or p.has_lse:
+        return False
+    s = Sizes.of(o, p)
+    # Behind few keys it is bound by its 25 launches, behind many the other ways are by products.
+    least_rows = prompt.LEAST_ROWS if s.b * s.m < 2048 else prompt.LEAST_ROWS // 4
+    return s.n * s.h * s.most_ranks >= least_rows and prompt.has_form(s, p)
+
+
+def with_even_sizes(
+    backward: Callable[[Operands], tuple[jax.Array, ...]], o: Operands
+) -> tuple[jax.Array, ...]:
+    """`backward`, which cuDNN has for even numbers of queries and keys only, for any.
+
+    Keys are filled up with one of zeros at the end, whose query comes with it, and queries with
+    one at the front. The cotangents of these queries are 0, so they add to no gradient.
+    """
+    n, m = o.aq.shape[1], o.m
+    end = m % 2
+    front = (n + end) % 2
+
+    def pad(x: jax.Array, front: int) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (front, end), *[(0, 0)] * (x.ndim - 2)])
+
+    names = "aq", "bq", "out", "lse", "dout"
+    queries = {name: pad(x, front) for name in names if (x := getattr(o, name)) is not None}
+    daq, dak, dav, *dbq, dbk, dbv = backward(o.with_cache(lambda x: pad(x, 0))._replace(**queries))
+    daq, *dbq = (x[:, front : front + n] for x in (daq, *dbq))
+    dak, dav, dbk, dbv = (x[:, :m] for x in (dak, dav, dbk, dbv))
+    return daq, dak, dav, *dbq, dbk, dbv
+
+
+def backward(
+    q: jax.Array, scale: float, o: Operands, value_scale: float
+) -> tuple[jax.Array, list[Any]]:
+    """The gradient of q [B, N, H, D], and for each part its keys and the gradients of k and v.
+
+    Those of a part follow from the output and the log-sum-exp of all keys.
+    """
+    gradients = _gradients if launch.is_interpreted() else _cudnn_gradients
+    q, out, dout = (x.astype(o.ak.dtype) for x in (q, o.out, o.dout))
+    lse, dq, of_parts = o.lse.swapaxes(1, 2), jnp.zeros(q.shape, jnp.float32), []
+    for keys, is_causal in prompt.parts_of_keys(q.shape[1], o.m):
+        k, v = prompt.form_keys(o, None, keys, value_scale)
+        of_q, *of_keys = gradients(q, k, v, lse, out, dout, scale=scale, is_causal=is_causal)
+        dq += of_q.astype(jnp.float32)
+        of_parts.append((keys, *of_keys))
+    return dq, of_parts
+
+
+def _cudnn_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lse: jax.Array,
+    out: jax.Array,
+    dout: jax.Array,
+    *,
+    scale: float,
+    is_causal: bool,
+) -> Any:
+    """Gradients of q, k and v."""
+    options: dict[str, Any] = dict(
+        scale=scale, seed=0, dropout_rate=0.0, sliding_window_length=None
+    )
+    options |= dict(variadic_args=(False, False), layout=prompt.cudnn.AttentionLayout.BTNH.value)
+    if "score_mod" in inspect.signature(prompt.cudnn.dot_product_attention).parameters:
+        options["score_mod"] = None
+    masks = prompt.cudnn.MaskType
+    mask = masks.CAUSAL if is_causal else masks.NO_MASK
+    absent = [jnp.zeros(0, q.dtype)] * 7
+    return CUDNN_BACKWARD.bind(q, k, v, *absent, lse, out, dout, mask_type=mask, **options)
+
+
+def _gradients(*operands: jax.Array, scale: float, is_causal: bool) -> Any:
+    """What cuDNN computes, as the derivative of a sum: that of weight * (dout v^T - dout out^T)."""
+    q, k, v, lse, out, dout = (x.astype(jnp.float32) for x in operands)
+    n, m = q.shape[1], k.shape[1]
+    seen = jnp.tri(n, m, 0 if is_causal else m, dtype=bool)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        score = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k) - lse[..., None]
+        weight = jnp.exp(jnp.where(seen, score, -jnp.inf))
+        delta = jnp.einsum("bnhd,bnhd->bhn", dout, out)
+        return (weight * (jnp.einsum("bnhd,bmhd->bhnm", dout, v) - delta[..., None])).sum()
+
+    return jax.grad(total, (0, 1, 2))(q, k, v)
