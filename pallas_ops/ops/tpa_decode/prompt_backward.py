@@ -16,11 +16,11 @@ CUDNN_BACKWARD: Any = getattr(prompt.cudnn, "_dot_product_attention_bwd_p_wrappe
 
 
 def has_gradient(o: Operands, p: Params) -> bool:
-    """Whether cuDNN has the gradient as well, that of the output alone, and is the faster way."""
+    """Whether cuDNN has this gradient, which is that of the output alone, and is the faster way."""
     if CUDNN_BACKWARD is None or o.lengths is not None or p.has_lse:
         return False
     s = Sizes.of(o, p)
-    # Behind few keys it is bound by its 25 launches, behind many the other ways are by products.
+    # Behind few keys its 25 launches take longest, behind many the products of the other ways.
     least_rows = prompt.LEAST_ROWS if s.b * s.m < 2048 else prompt.LEAST_ROWS // 4
     return s.n * s.h * s.most_ranks >= least_rows and prompt.has_form(s, p)
 
