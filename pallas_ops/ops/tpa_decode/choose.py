@@ -103,8 +103,8 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
     if rows > 256:
         return None
     is_narrow = rows <= 32 or (s.has_few_features and rows <= 96)
-    # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill; in
-    # wider tiles, of many features or of products in TF32, tensor memory is too small for them.
+    # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill.
+    # Tensor memory (sm_100) does not hold 64 entries of many features, or of products in TF32.
     has_wide_results = max(s.d, s.e) > 128 or s.dtype != "bfloat16" or s.wide_queries
     is_too_large = card.has_tensor_memory and has_wide_results
     entries = 64 if card.capability >= 90 and is_narrow and not is_too_large else 32

@@ -28,10 +28,11 @@ def has_gradient(o: Operands, p: Params) -> bool:
 def with_even_sizes(
     backward: Callable[[Operands], tuple[jax.Array, ...]], o: Operands
 ) -> tuple[jax.Array, ...]:
-    """`backward`, which cuDNN has for even numbers of queries and keys only, for any.
+    """Calls `backward` with even numbers of queries and keys, as cuDNN takes no others.
 
-    Keys are filled up with one of zeros at the end, whose query comes with it, and queries with
-    one at the front. The cotangents of these queries are 0, so they add to no gradient.
+    Where the number of keys is odd, a key of zeros and its query are added at the end. Where the
+    number of queries is odd then, a query is added at the front. The cotangents of these queries
+    are 0, so they add to no gradient.
     """
     n, m = o.aq.shape[1], o.m
     end = m % 2

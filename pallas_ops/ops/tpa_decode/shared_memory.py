@@ -35,14 +35,16 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
 
 
 def sm_100_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
-    """What sm_100 takes in addition in 16 bits: its tensor cores take no operand from registers.
+    """What sm_100 takes in addition: its tensor cores read no operand from registers.
 
-    Two left operands come from shared memory, and scores of 64 rows go through it.
+    Two left operands of 16 bits are in shared memory. So are, for a moment, float32 scores: 64 rows
+    of 64 entries, each row padded by 4 to spread over the banks, and 64 bytes for alignment.
     """
     if s.dtype == "float32":
         return 0
     entries = c.block_m * max(s.tile_rk, s.tile_rv)
-    return 2 * 2 * entries * max(s.tile_d, s.tile_e) + 4 * 64 * 68 + 64
+    operands, scores = 2 * 2 * entries * max(s.tile_d, s.tile_e), 4 * 64 * (64 + 4)
+    return operands + scores + 64
 
 
 def _operand_bytes(s: Sizes) -> tuple[int, int]:

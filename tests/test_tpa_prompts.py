@@ -1,0 +1,75 @@
+"""tpa_decode with precision="default": which calls cuDNN takes, and the memory of a prompt."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_ops
+from pallas_ops.core import launch
+from pallas_ops.ops.tpa_decode import prompt, prompt_backward
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig
+from tests import h200
+
+
+def test_whose_gradients_cudnn_has() -> None:
+    shapes = dict(aq=(1, 512, 32, 128), ak=(1, 512, 1, 32), av=(1, 512, 1, 32))
+    shapes |= dict(bk=(1, 512, 1, 128), bv=(1, 512, 1, 128))
+    o = Operands(**{k: jax.ShapeDtypeStruct(x, jnp.bfloat16) for k, x in shapes.items()})
+    p = Params(precision="default", has_lse=False)
+    longer = {
+        k: jax.ShapeDtypeStruct((1, 513, *x.shape[2:]), x.dtype)
+        for k, x in zip(("ak", "av", "bk", "bv"), (o.ak, o.av, o.bk, o.bv), strict=True)
+    }
+    with launch.interpreted(True):
+        assert prompt_backward.has_gradient(o, p)
+        assert not prompt_backward.has_gradient(o, dataclasses.replace(p, has_lse=True))
+        assert not prompt_backward.has_gradient(o, dataclasses.replace(p, precision="highest"))
+        assert not prompt_backward.has_gradient(o._replace(lengths=jnp.ones(1, jnp.int32)), p)
+        assert prompt_backward.has_gradient(o._replace(**longer), p)
+
+
+def test_what_is_taken_for_a_prompt() -> None:
+    sizes: dict[str, Any] = dict(b=1, n=512, m=8192, h=32, r=16, d=128, e=128, rk=1, rv=1)
+    s, p = Sizes(**sizes, dtype="bfloat16", precision="default"), Params(precision="default")
+    others: tuple[dict[str, Any], ...] = (
+        dict(precision="highest"),
+        dict(dtype="float32"),
+        dict(n=64),
+        dict(n=8193),
+        dict(d=64),
+        dict(d=124, e=124),
+        dict(d=256, e=256),
+        dict(m=2**19),
+    )
+    options: tuple[dict[str, Any], ...] = (
+        dict(window=7),
+        dict(batch_invariant=True),
+        dict(config=TpaDecodeConfig(block_h=32)),
+    )
+    with launch.interpreted(True):
+        assert prompt.takes(s, p)
+        for change in others:
+            assert not prompt.takes(dataclasses.replace(s, **change), p), change
+        for change in options:
+            assert not prompt.takes(s, dataclasses.replace(p, **change)), change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_gradients_of_a_prompt_take_less_memory_than_materialised_ones(precision: Any) -> None:
+    """1,024 queries of 32 heads behind 8,192 tokens."""
+    heads, features = (1, 8192, 32), (1, 8192, 128)
+    shapes = (1, 1024, 32, 16), heads, heads, (1, 1024, 16, 128), features, features
+    xs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def bytes_of(decode: Any) -> int:
+        out = jax.eval_shape(decode, *xs)
+        program = h200.compile_for_h200(lambda xs, do: jax.vjp(decode, *xs)[1](do), xs, out)
+        return int(program.memory.temp_size_in_bytes)
+
+    got = bytes_of(partial(pallas_ops.tpa_decode, precision=precision))
+    assert got < 0.6 * bytes_of(pallas_ops.reference.tpa_decode_naive)
