@@ -32,15 +32,13 @@ Rng = np.random.Generator
 
 CONFIGS = [
     case(axis=1, block_n=64, block_c=2, block_exact=16),
-    case(axis=1, reverse=True, block_n=32, block_c=4, block_exact=16),  # as it lies in memory
+    case(axis=1, reverse=True, block_n=32, block_c=4, block_exact=16),
     case(axis=1, block_n=64, block_c=8, block_exact=32, num_warps=2),
     case(axis=1, reverse=True, block_n=4, block_c=64, block_exact=2, num_segments=3),
     case(axis=1, block_n=16, block_exact=16, num_segments=3),
     case(axis=0, block_n=32, block_c=4, block_exact=8),
     case(axis=0, block_n=8, block_c=2, block_exact=8, num_segments=4, num_warps=2),
-    case(axis=0, block_n=4, block_c=64, num_segments=9),  # in bands; lanes of two tiles,
-    case(axis=0, block_n=2, block_c=8, num_segments=2),  # one of them held, or both,
-    case(axis=0, block_n=2, block_c=8, num_segments=2),  # or none
+    case(axis=0, block_n=4, block_c=64, num_segments=9),
     case(axis=0, block_n=32, block_c=4, block_exact=8, num_segments=2),
     case(axis=0, variant="recurrence", block_n=4, block_c=4),
     case(axis=1, reverse=True, variant="recurrence", block_n=2, block_c=2, num_segments=3),
@@ -93,9 +91,7 @@ LONG = [
     case(axis=0, block_n=8, block_c=8),
     case(axis=1, reverse=True, block_n=16, block_c=8, block_exact=8, wide=True),
     case(axis=0, block_n=32, block_c=8, block_exact=16, num_segments=2),
-    case(axis=0, block_n=16, block_c=8, num_segments=2, wide=True),
-    case(axis=0, block_n=4, block_c=8, num_segments=2),
-    case(axis=0, block_n=16, block_c=8, num_segments=8),  # four tiles a lane, two held
+    case(axis=0, block_n=16, block_c=8, num_segments=8, wide=True),
     case(axis=0, variant="recurrence", block_n=4, block_c=8),
 ]
 

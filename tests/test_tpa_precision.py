@@ -33,6 +33,7 @@ KERNEL = kernel_implementation()
 # The emulator has no cuDNN.
 WITH_CUDNN: Any = "triton" if jax.default_backend() == "gpu" else "interpret"
 Rng = np.random.Generator
+DTYPES = [jnp.bfloat16, jnp.float16]
 SHAPES = [
     case(b=2, n=1, m=96, h=34, r=6, d=64, e=64, rk=2, rv=2),
     case(b=2, n=1, m=133, h=47, r=6, d=64, e=64, rk=2, rv=2),
@@ -47,7 +48,7 @@ def rounded(xs: Any, lengths: Any = None) -> Any:
     return pallas_ops.reference.tpa_decode_naive(*xs, lengths=lengths)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, [jnp.bfloat16, jnp.float16]))
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES))
 def test_it_is_as_good_as_rounded_queries_keys_and_values(
     rng: Rng, shape: dict[str, Any], dtype: Any
 ) -> None:
@@ -126,8 +127,10 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("lengths", [[17, 3, 0], None, [1000, 12, -3]])
-@pytest.mark.parametrize(("shape", "dtype"), in_turn(PROMPTS, [jnp.bfloat16, jnp.float16]))
+@pytest.mark.parametrize(
+    ("shape", "dtype", "lengths"),
+    in_turn(in_turn(PROMPTS, DTYPES), [[17, 3, 0], None, [1000, 12, -3]]),
+)
 def test_prompts(
     rng: Rng, shape: dict[str, Any], dtype: Any, lengths: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,8 +164,14 @@ MANY = [  # whole sequences, and queries behind a cache; cuDNN has even sizes on
 ]
 
 
-@pytest.mark.parametrize("has_cudnn", [True, False])
-@pytest.mark.parametrize(("shape", "dtype"), in_turn(MANY, [jnp.bfloat16, jnp.float16]))
+BY_CUDNN = [(shape, True) for shape in in_turn(MANY, DTYPES)]
+IN_CHUNKS = [(shape, False) for shape in in_turn(MANY[:2], DTYPES)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "has_cudnn"),
+    [pytest.param(*x.values, y, id=f"{x.id}-{y}") for x, y in BY_CUDNN + IN_CHUNKS],
+)
 def test_gradients_of_many_queries(
     rng: Rng,
     shape: dict[str, Any],
@@ -198,7 +207,7 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_turn(FEW, [jnp.bfloat16, jnp.float16]))
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(FEW, DTYPES))
 def test_gradients_of_float32_queries(rng: Rng, shape: dict[str, Any], dtype: Any) -> None:
     """They are those of the rounded query, and small cotangents are not lost in float16."""
     aq, ak, av, bq, bk, bv = factors(rng, b=2, **shape)

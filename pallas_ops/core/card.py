@@ -62,11 +62,15 @@ KNOWN = {
     "GB200": (100, 148),
     "B300": (103, 148),
     "GB300": (103, 148),
+    "Thor": (110, 20),
     "RTX 5090": (120, 170),
+    "RTX PRO 4500": (120, 82),
+    "RTX PRO 5000": (120, 110),
     "RTX PRO 6000": (120, 188),
+    "GB10": (121, 48),
 }
 H200 = Card("NVIDIA H200", 90, 132, SHARED_MEMORY[90])
-SMALLEST = Card("an unknown NVIDIA GPU", 80, 56, min(SHARED_MEMORY.values()))
+SMALLEST = Card("an unknown NVIDIA GPU", 80, 48, min(SHARED_MEMORY.values()))
 # Stands for the smallest card where JAX asks which one it is; `num_cores` tells it from an A30.
 _UNKNOWN = AbstractDevice(device_kind="NVIDIA A30", num_cores=56, platform="gpu")
 # What `target_gpu` names: `jax.shard_map` and `jax.set_mesh` put other meshes in place of its own.
@@ -91,16 +95,16 @@ def current() -> Card:
 
 
 def require() -> None:
-    """Triton compiles for Ampere and later.
+    """Triton compiles for Ampere and later, and XLA for all of these but sm_110 (Thor).
 
     Raises:
-      NoKernelError: where code is lowered for an earlier card.
+      NoKernelError: where code is lowered for another card.
     """
     card = current()
-    if card.capability < SMALLEST.capability:
+    if card.capability < SMALLEST.capability or card.capability == 110:
         raise NoKernelError(
             f"{card.name} has compute capability {card.capability / 10}, and the kernels need 8.0 "
-            "(Ampere) or later"
+            "(Ampere) or later, but not 11.0, for which XLA does not compile products of tiles"
         )
 
 
