@@ -35,6 +35,8 @@ def _choose_keys(
     s: Sizes, block_h: int, block_n: int, card: Card, batch_invariant: bool
 ) -> TpaDecodeConfig | None:
     rows = block_n * sum(head_tiles(block_h))
+    if card.has_tensor_memory and _overfills_tensor_memory(s, rows, block_n):
+        return None
     blocks = s.b * -(-s.h // block_h) * -(-s.n // block_n)
 
     def keys_of_split(programs: int) -> tuple[int, int]:
@@ -67,6 +69,16 @@ def _choose_keys(
         if keys >= least_keys * (programs - 1) and taken <= card.shared_memory // programs:
             c = dataclasses.replace(c, num_splits=splits)
     return fit(s, c, forward_bytes, card, least=least)
+
+
+def _overfills_tensor_memory(s: Sizes, rows: int, block_n: int) -> bool:
+    """Whether 64 rows of 256 features take 576 columns of tensor memory, where sm_100 has 512.
+
+    They do where products of float16 and of TF32 both have 64 rows.
+    """
+    has_both = s.dtype == "float16" and not (s.wide_queries or s.quantised or s.rounds_weights)
+    first_rows = block_n * s.tile_r if s.is_rank_first else rows
+    return has_both and s.tile_e == 256 and min(rows, first_rows) >= 64
 
 
 def _block(s: Sizes, block_h: int, rows: int, keys: int) -> tuple[int, int, int]:
