@@ -72,13 +72,13 @@ def _choose_keys(
 
 
 def _overfills_tensor_memory(s: Sizes, rows: int, block_n: int) -> bool:
-    """Whether 64 rows of 256 features take 576 columns of tensor memory, where sm_100 has 512.
+    """Whether 64 rows of 256 features or more take 576 columns of tensor memory; sm_100 has 512.
 
     They do where products of float16 and of TF32 both have 64 rows.
     """
     has_both = s.dtype == "float16" and not (s.wide_queries or s.quantised or s.rounds_weights)
     first_rows = block_n * s.tile_r if s.is_rank_first else rows
-    return has_both and s.tile_e == 256 and min(rows, first_rows) >= 64
+    return has_both and s.tile_e >= 256 and min(rows, first_rows) >= 64
 
 
 def _block(s: Sizes, block_h: int, rows: int, keys: int) -> tuple[int, int, int]:
