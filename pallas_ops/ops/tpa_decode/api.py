@@ -84,7 +84,8 @@ def tpa_decode(
         dtype of the cache (float32: products are TF32's). The output's error is then at most twice
         that of rounding q, k and v; log-sum-exps are within 2**-9 of the largest score. With 16
         bits, from some hundred queries on, without `window` and `batch_invariant`, k and v are
-        formed and cuDNN attends to them, and has the gradient, without `lengths` and log-sum-exp.
+        formed and cuDNN attends to them (at most four times the error of rounding q, k and v), and
+        has the gradient, without `lengths` and log-sum-exp.
         Also a `jax.lax.Precision`; jax.numpy always computes in float32.
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
         the other rows are. The keys are then divided into parts of 512, and not by what fills the

@@ -1,7 +1,8 @@
 """How tpa_decode differentiates.
 
-Saved: the factors, and the small out (float32) and lse, named so that `jax.checkpoint` can keep
-them. The backward pass recomputes the probabilities from lse, one tile at a time.
+Saved: the factors, and the small out and lse, named so that `jax.checkpoint` can keep them. out is
+float32, unless `precision="default"`. The backward pass recomputes the probabilities from lse, one
+tile at a time.
 """
 
 import dataclasses
