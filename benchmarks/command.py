@@ -27,6 +27,9 @@ OUT = flags.DEFINE_string(
     None,
     "folder for JSON, pages and figures; whole tables have one: benchmarks/results/<card>/",
 )
+flags.register_validator(  # type: ignore[no-untyped-call]
+    "out", lambda out: not (out and pathlib.Path(out).is_file()), "is a file, and not a folder"
+)
 NO_GPU = (
     "No NVIDIA GPU: small shapes, wall-clock only, kernels interpreted and not timed; with "
     "one, and jax[cuda12], the same command measures everything."

@@ -158,6 +158,21 @@ def test_tiles_fit_in_the_memories_of_sm_100(xs: tuple[Struct, ...]) -> None:
         assert h200.compile_for_h200(both(pallas_ops.tpa_decode), *xs).ptx
 
 
+def unfactored(aq: Any, ak: Any, av: Any, bk: Any, bv: Any) -> jax.Array:
+    return pallas_ops.tpa_decode(aq, ak, av, None, bk, bv)
+
+
+def test_ranks_fit_in_shared_memory() -> None:
+    """A gradient of three ranks without bq, and a q that is formed of four queries of 64 ranks."""
+    _, ak, av, _, bk, bv = factors(2, 500, 8, 1, 128, ranks=3, dtype="float16")
+    with h200.instead("NVIDIA L4"):
+        aq = array(2, 5, 8, 128, dtype="float16")
+        assert h200.compile_for_h200(both(unfactored), aq, ak, av, bk, bv).ptx
+    xs = factors(5, 3, 3, 128, 128, n=17, ranks=2, dtype="float16")
+    fn = partial(pallas_ops.tpa_decode, precision="default")
+    assert h200.compile_for_h200(fn, *xs).ptx
+
+
 def test_float8_takes_a_card_that_has_it() -> None:
     aq, ak, av, bq, bk, bv = factors(2, 64, 32, 16, 64)
     xs = aq, ak, av, bq, *(array(*x.shape, dtype="float8_e4m3fn") for x in (bk, bv))

@@ -51,6 +51,19 @@ def test_keys_beyond_the_length_do_not_exist(
     assert (np.asarray(got[1][0]) == -np.inf).all()
 
 
+@pytest.mark.parametrize(("n", "rk"), [(1, 1), (3, 2), (70, 2)])  # passes, and in chunks
+def test_nan_in_the_cotangents_of_queries_that_see_no_key(rng: Rng, n: int, rk: int) -> None:
+    """It goes nowhere: where the loss masks such a query, its derivative may be 0 * inf."""
+    xs = factors(rng, n=n, rk=rk, rv=rk)
+    lengths = jnp.asarray([40, 0], jnp.int32)
+    cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
+    (_, lse), want = pulled(KERNEL)(xs, lengths, cotangents)
+    blind = np.isinf(lse)
+    assert blind.any()
+    bad = tuple(poisoned_with(jnp.nan, x, blind) for x in cotangents)
+    assert_close(pulled(KERNEL)(xs, lengths, bad)[1], want)
+
+
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])
 def test_one_length_for_all_and_lengths_out_of_range(rng: Rng, implementation: Any) -> None:
     """A scalar is every sequence's; more than M means M, less than 0 means 0."""

@@ -156,13 +156,30 @@ def _of(device: Any) -> Card:
 
 
 def named(kind: str) -> Card:
-    """A GPU that is not there, by the tables."""
-    for name in sorted(KNOWN, key=len, reverse=True):
-        if re.search(rf"\b{name}\b", kind):
-            capability, num_sms = KNOWN[name]
-            memory = SHARED_MEMORY.get(capability, SMALLEST.shared_memory)
-            return Card(kind, capability, num_sms, memory)
-    return dataclasses.replace(SMALLEST, name=kind)
+    """A GPU that is not there, by the tables; one that they do not have counts as the smallest."""
+    name = _known_name(kind)
+    if name is None:
+        return dataclasses.replace(SMALLEST, name=kind)
+    capability, num_sms = KNOWN[name]
+    return Card(kind, capability, num_sms, SHARED_MEMORY.get(capability, SMALLEST.shared_memory))
+
+
+def _known_name(kind: str) -> str | None:
+    """The name in the table that is part of `kind`, if one is."""
+    names = sorted(KNOWN, key=len, reverse=True)
+    return next((name for name in names if re.search(rf"\b{name}\b", kind)), None)
+
+
+def _is_known(device: AbstractDevice) -> bool:
+    """Whether JAX knows the GPU by name. JAX 0.10.2 has no names, so the table answers."""
+    if not hasattr(plgpu, "get_gpu_info"):
+        return _known_name(device.device_kind) is not None
+    with _lowered_for(device):
+        try:
+            plgpu.get_gpu_info()
+        except ValueError:
+            return False
+    return True
 
 
 @contextlib.contextmanager
@@ -181,15 +198,11 @@ def target_gpu(kind: str) -> Iterator[None]:
     if not isinstance(kind, str):
         raise TypeError(f"{checks.shown('kind', kind)}; accepted: a str")
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    with _lowered_for(device):
-        info = getattr(plgpu, "get_gpu_info", lambda: None)  # JAX 0.10.2 needs none
-        try:
-            info()
-        except ValueError:
-            raise ValueError(
-                f"{checks.shown('kind', kind)}; accepted: a GPU that JAX {jax.__version__} knows "
-                "by name, such as 'NVIDIA H100'"
-            ) from None
+    if not _is_known(device):
+        raise ValueError(
+            f"{checks.shown('kind', kind)}; accepted: a GPU that JAX {jax.__version__} knows by "
+            "name, such as 'NVIDIA H100'"
+        )
     has_mesh = not jax.sharding.get_abstract_mesh().empty
     token = _TARGET.set(device)
     if has_mesh:

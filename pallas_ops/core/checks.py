@@ -179,7 +179,8 @@ def scale(name: str, value: Any, dtype: Any) -> float | jax.Array | None:
             raise ValueError(f"{shown(name, value)}; accepted: {accepted}")
         return factor
     kinds = jnp.integer, jnp.floating
-    real = hasattr(value, "dtype") and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    is_array = hasattr(value, "dtype") and not isinstance(value, type)
+    real = is_array and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     if not real or value.shape != ():
         raise TypeError(
             f"{shown(name, value)}; accepted: None, a real number, or a real array of shape []"
@@ -236,7 +237,8 @@ def launch_choices(
 
 def shown(name: str, value: Any) -> str:
     """The beginning of a message: arrays by dtype and shape, whatever is long cut short."""
-    if hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic):
+    is_shaped = hasattr(value, "dtype") and hasattr(value, "shape")
+    if is_shaped and not isinstance(value, np.generic | type):
         is_array = isinstance(value, jax.Array | np.ndarray)
         kind = "an array" if is_array else type(value).__name__
         return f"{name} is {kind} {value.dtype}[{', '.join(map(str, value.shape))}]"

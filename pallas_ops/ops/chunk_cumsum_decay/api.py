@@ -108,7 +108,7 @@ def _dtype(dtype: Any) -> Any:
     """
     try:
         return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):  # a ValueError: that of random keys
         return str(dtype)
 
 

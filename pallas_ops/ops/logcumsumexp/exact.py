@@ -20,13 +20,13 @@ from pallas_ops.ops.logcumsumexp.tiles import (
     compensated,
     exponentials,
     finite,
-    inverse,
     largest,
     largest_in_lane,
     log_of,
     raised,
     rebase,
     rescaled,
+    share,
     sum_of,
 )
 from pallas_ops.scan.running import GROUPS, STEPS, edge, exclusive_scan
@@ -94,12 +94,12 @@ def backward(
         tile = ranges.exact_tile(first + k * size)
         x, do = ranges.load_x(tile, x_ref), tile.load(do_ref)
         p, s = _states(x, before, mirrored)
-        share = do * inverse(s)
+        shares = share(do, s)
         if dx_ref is not None:
-            total = _gradients(p, share, (grad.pivot, grad.total), reverse=not mirrored)
+            total = _gradients(p, shares, (grad.pivot, grad.total), reverse=not mirrored)
             ranges.store_dx(tile, dx_ref, x_ref, exp2((x - p) * LOG2E) * total)
         factor = exp2((before.pivot - grad.pivot) * LOG2E)
-        whole = sum_of(rebase(share, per_range(before.pivot), p))
+        whole = sum_of(rebase(shares, per_range(before.pivot), p))
         return State(before.pivot, *compensated(grad.total * factor, grad.error * factor, whole))
 
     return loop(count, step, grad)

@@ -21,9 +21,9 @@ from pallas_ops.ops.logcumsumexp.tiles import (
     Segments,
     compensated,
     exponentials,
-    inverse,
     rebase,
     rescaled,
+    share,
     state_of,
     sum_of,
 )
@@ -108,7 +108,7 @@ def _backward_kernel(
     pivot, total = ranges.load_saved(saved, end)
     grad = jnp.zeros(ranges.shape, jnp.float32)
     if dfinal_ref is not None:
-        grad = ranges.load(dfinal_ref, 0) * inverse(total)
+        grad = share(ranges.load(dfinal_ref, 0), total)
     if p_ref is not None:
         last, (p, w) = pivot, segments.load(ranges, p_ref, w_ref, reverse=True)
         pivot, _ = ranges.load_saved(saved, (ranges.number + 1) * plan.view.tiles)
@@ -146,14 +146,14 @@ def _tile(ranges: Segments, first: Any, state: State, grad: State, refs: Refs) -
     def plain() -> State:
         e = exponentials(x, grad.pivot)
         sums, total = running_sums(e, rescaled(state, grad.pivot)[0], reverse=mirrored)
-        share = do * inverse(sums)
+        shares = share(do, sums)
         if dx_ref is None:
-            whole = sum_of(share)
+            whole = sum_of(shares)
         else:
             # No total is below 0. The comparison makes this scan depend on that of the sums, which
             # is the order that takes the fewest registers.
             tail = jnp.where(total < 0, 0.0, grad.total)
-            grads, whole = running_sums(share, tail, reverse=not mirrored)
+            grads, whole = running_sums(shares, tail, reverse=not mirrored)
             ranges.store_dx(tile, dx_ref, x_ref, e * grads)
         after = compensated(grad.total, grad.error, whole)
         factor = exp2((state.pivot - grad.pivot) * LOG2E)

@@ -93,9 +93,9 @@ def sum_of(x: jax.Array) -> jax.Array:
     return x.sum(axis=STEPS).sum(axis=GROUPS - 1)
 
 
-def inverse(total: jax.Array) -> jax.Array:
-    """1 / total, and 0 where nothing has been summed yet."""
-    return jnp.where(total == 0, 0.0, reciprocal(total))
+def share(do: jax.Array, total: jax.Array) -> jax.Array:
+    """do / total; 0 where nothing has been summed yet, even if do is NaN there."""
+    return jnp.where(total == 0, 0.0, do * reciprocal(total))
 
 
 class Segments(Ranges):

@@ -20,7 +20,7 @@ AT_ONCE = 2**26
 
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
     """Gradients of the factors. Each pass over the keys has as many queries as fit one program."""
-    o = Operands(*operands)
+    o = _without_blind_queries(Operands(*operands))
     s = Sizes.of(o, p)
     rounds_query = p.precision == "default" and (s.has_bq or s.wide_queries)
     # float32 queries have float32 cotangents, which float16 may not hold.
@@ -31,6 +31,15 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
         return _of_rounded_query(o, p, is_exact)
     block_n = queries_of_pass(s, card.current())
     return one_pass(o, p) if s.n <= block_n else _in_blocks(o, p, block_n)
+
+
+def _without_blind_queries(o: Operands) -> Operands:
+    """With zeros for the cotangents of queries that see no key: NaN there would reach all keys."""
+    if o.lengths is None and o.aq.shape[1] <= o.m:
+        return o
+    sees = o.lse > -jnp.inf
+    dout, dlse = jnp.where(sees[..., None], o.dout, 0), jnp.where(sees, o.dlse, 0)
+    return o._replace(dout=dout, dlse=dlse)
 
 
 def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
