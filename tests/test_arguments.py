@@ -39,6 +39,7 @@ ALIKE = [
     ("logcumsumexp", dict(axis=1), dict(axis=np.int64(1))),
     ("logcumsumexp", dict(reverse=False), dict(reverse=np.False_)),
     ("logcumsumexp", dict(clip=1.0), dict(clip=np.float64(1))),
+    ("logcumsumexp", dict(clip=1.0), dict(clip=np.ones((), jnp.bfloat16)[()])),
     ("logcumsumexp", dict(initial_state=jnp.zeros((2, 1, 2, 3))), dict(initial_state=0.0)),
     ("lrpe_cosine", dict(offset=jnp.array([1, 5])), dict(offset=[1, 5])),
     ("lrpe_cosine", dict(offset=3), dict(offset=np.int64(3))),

@@ -153,8 +153,9 @@ def flag(name: str, value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a real number of Python or NumPy, and no array."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Whether `value` is a real number of Python, NumPy or ml_dtypes (bfloat16), and no array."""
+    is_scalar = isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating)
+    return is_scalar or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
 def number(name: str, value: Any, accepted: str) -> float:
