@@ -4,6 +4,7 @@
 after two leading -inf.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -59,8 +60,8 @@ def forward(
     """
     axis, numbers = params.axis, _numbers(x, params)
     start = _start(numbers, *given)
-    emit = lambda _, state: (state.log, *state[: 2 * save])  # noqa: E731
-    last, (out, *states) = _scan(start, (numbers,), emit, params.reverse)
+    what = "log and pair" if save else "log"
+    last, (out, *states) = _scan(start, (numbers,), what, params.reverse)
     result = reshard_like(jnp.moveaxis(out, 0, axis).astype(x.dtype), x)
     pairs = zip(start, states, strict=False)
     return result, last.log, *(_at_tiles(first, y, params) for first, y in pairs)
@@ -73,7 +74,7 @@ def totals(x: jax.Array, *, params: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of all of the axis."""
     numbers = _numbers(x, params)
     parts = _totals(_segments((numbers,), _num_segments(numbers.shape)))
-    return _scan(_start(numbers), parts[:2], lambda *_: None)[0][:2]
+    return _scan(_start(numbers), parts[:2], "nothing")[0][:2]
 
 
 def backward(
@@ -120,10 +121,10 @@ def _at_tiles(first: jax.Array, y: jax.Array, params: Params) -> jax.Array:
 def _scan(
     state: State,
     xs: tuple[jax.Array, ...],
-    emit: Callable[[State, State], Any],
+    what: str,
     reverse: bool = False,
 ) -> tuple[State, Any]:
-    """The final state, and `emit` of the states before and after each of xs.
+    """The final state, and what is emitted (`_EMITTED`) for each of xs.
 
     xs are numbers, or pivots and totals. Their axis is cut into segments that are scanned side by
     side. First the total of each segment is found; this function scans the totals, which gives the
@@ -132,17 +133,32 @@ def _scan(
     n, count = xs[0].shape[0], _num_segments(xs[0].shape)
     if count > 1:
         xs = _segments(xs, count)
-        _, state = _scan(state, _totals(xs)[:2], lambda before, _: before, reverse)
-
-    def step(before: State, x: tuple[jax.Array, ...]) -> tuple[State, Any]:
-        after = _sum(before, *x)
-        return after, emit(before, after)
-
-    last, emitted = lax.scan(step, state, xs, reverse=reverse)
+        _, state = _scan(state, _totals(xs)[:2], "before", reverse)
+    last, emitted = lax.scan(_step(what), state, xs, reverse=reverse)
     if count > 1:
         last = jax.tree.map(lambda x: x[0 if reverse else -1], last)
         emitted = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:n], emitted)
     return last, emitted
+
+
+# What a step of a scan emits, of the states before and after it.
+_EMITTED: dict[str, Callable[[State, State], Any]] = {
+    "nothing": lambda *_: None,
+    "before": lambda before, _: before,
+    "log": lambda _, after: (after.log,),
+    "log and pair": lambda _, after: (after.log, after.pivot, after.total),
+}
+
+
+@functools.cache
+def _step(what: str) -> Callable[..., tuple[State, Any]]:
+    """One function for each of these, as an eager `lax.scan` compiles each function anew."""
+
+    def step(before: State, x: tuple[jax.Array, ...]) -> tuple[State, Any]:
+        after = _sum(before, *x)
+        return after, _EMITTED[what](before, after)
+
+    return step
 
 
 def _segments(xs: tuple[jax.Array, ...], count: int) -> tuple[jax.Array, ...]:
@@ -160,7 +176,7 @@ def _segments(xs: tuple[jax.Array, ...], count: int) -> tuple[jax.Array, ...]:
 
 def _totals(xs: tuple[jax.Array, ...]) -> State:
     """The state of each segment, as if nothing came before it."""
-    return lax.scan(lambda s, x: (_sum(s, *x), None), _start(xs[0]), xs)[0]
+    return lax.scan(_step("nothing"), _start(xs[0]), xs)[0]
 
 
 def _num_segments(shape: tuple[int, ...]) -> int:
