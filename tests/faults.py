@@ -37,6 +37,11 @@ FAULTS = {
     "one pivot for tiles of any range": Fault(
         "ops/logcumsumexp/exact.py", "FAINT_BITS = 16 ", "FAINT_BITS = 200 "
     ),
+    "NaN of what has summed nothing": Fault(
+        "ops/logcumsumexp/tiles.py",
+        "jnp.where(total == 0, 0.0, do * reciprocal(total))",
+        "do * jnp.where(total == 0, 0.0, reciprocal(total))",
+    ),
     "a chunk begins one too late": Fault(
         "ops/chunk_cumsum_decay/tiles.py", "edges[own] + (slot", "edges[own] + 1 + (slot"
     ),
