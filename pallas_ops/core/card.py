@@ -104,7 +104,7 @@ def require() -> None:
     if card.capability < SMALLEST.capability or card.capability == 110:
         raise NoKernelError(
             f"{card.name} has compute capability {card.capability / 10}, and the kernels need 8.0 "
-            "(Ampere) or later, but not 11.0, for which XLA does not compile products of tiles"
+            "(Ampere) or later, but not 11.0, for which XLA compiles no matrix products"
         )
 
 

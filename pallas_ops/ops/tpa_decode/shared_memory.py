@@ -13,7 +13,7 @@ def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products = max(own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores)
     if s.is_quantised_bfloat16:  # widened in registers
         products = scores
-    elif s.most_ranks > 2 and not s.is_rank_first:
+    elif s.most_ranks > 2 and not s.is_rank_first:  # the largest difference that was seen
         products += own * s.tile_rk * s.tile_d + 4 * rows
     # Weights move between threads where keys and values have different numbers of ranks.
     exchange = 0 if s.tile_rk == s.tile_rv else 8 * rows * s.most_ranks
@@ -35,7 +35,7 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products = mixed * (rows_of_tile + max(rows_of_tile, features))
     products = max(products, 4 * (rows_of_tile + s.tile_d))
     products += 4 * rows_of_tile * min(2, s.most_ranks) + 8 * ranks
-    if s.most_ranks > 2 and not s.has_bq:  # up to 3.6 times as much was seen
+    if s.most_ranks > 2 and not s.has_bq:  # kernels took up to 3.6 times as much
         products *= 4
     key = _buffer_bytes(s, c, heads, backward=True)
     return queries + c.block_m * (key + products)
