@@ -2,6 +2,7 @@
 
 import contextlib
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_ops
+from pallas_ops.core import card
 from tests.ops import OPS, TERMS, TestedOp, compiled, cpu_mesh, every_op, random_weights
 from tests.support import assert_close, kernel_implementation, random_array, value_and_vjp
 
@@ -162,6 +164,23 @@ def test_a_target_counts_wherever_a_mesh_is(where: str) -> None:
                 texts.append(exported_text(op, x))
     for_h100, for_l4 = (text.count("__gpu$xla.gpu.triton") for text in texts)
     assert for_h100 > for_l4 > 0
+
+
+def test_the_local_card_counts_where_the_mesh_is_a_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does it where the default device is a CPU: JAX itself then finds no GPU."""
+    fn, x = (
+        partial(pallas_ops.logcumsumexp, axis=1),
+        jax.ShapeDtypeStruct((2, 2048, 512), "float32"),
+    )
+    local = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", core_count=132)
+    with pallas_ops.target_gpu("NVIDIA H100"):
+        want = exported_text(fn, x).count("__gpu$xla.gpu.triton")
+    smallest = exported_text(fn, x).count("__gpu$xla.gpu.triton")
+    monkeypatch.setattr(card, "_local", lambda: local)
+    jax.clear_caches()
+    assert exported_text(fn, x).count("__gpu$xla.gpu.triton") == want > smallest > 0
+    with jax.set_mesh(cpu_mesh(AxisType.Explicit)):
+        assert exported_text(fn, x).count("__gpu$xla.gpu.triton") == want
 
 
 def exported_text(fn: Any, *xs: Any) -> str:

@@ -116,13 +116,17 @@ def is_here() -> bool:
 
 @contextlib.contextmanager
 def known() -> Iterator[None]:
-    """Inside, JAX finds a GPU to lower for: JAX 0.11.2 and later ask for one, present or named."""
-    target, of_mesh = _TARGET.get(), _of_mesh()
-    found = of_mesh is not None or _local() is not None
-    if found if target is None else target == of_mesh:
+    """Inside, JAX finds a GPU to lower for, which JAX 0.11.2 and later ask for.
+
+    By itself it finds none where code is for another machine, or the mesh or the default device is
+    a CPU's; then this names the target, else the local GPU, else an unknown one.
+    """
+    target = _TARGET.get()
+    if _is_found() and target in (None, _of_mesh()):
         yield
         return
-    with _lowered_for(target or _UNKNOWN):
+    local = _local()
+    with _lowered_for(target or (_UNKNOWN if local is None else _abstract(local.device_kind))):
         yield
 
 
@@ -175,10 +179,15 @@ def _is_known(device: AbstractDevice) -> bool:
     if not hasattr(plgpu, "get_gpu_info"):
         return _known_name(device.device_kind) is not None
     with _lowered_for(device):
-        try:
-            plgpu.get_gpu_info()
-        except ValueError:
-            return False
+        return _is_found()
+
+
+def _is_found() -> bool:
+    """Whether JAX knows which GPU code is lowered for. JAX 0.10.2 does not ask."""
+    try:
+        getattr(plgpu, "get_gpu_info", lambda: None)()
+    except ValueError:
+        return False
     return True
 
 
@@ -197,7 +206,7 @@ def target_gpu(kind: str) -> Iterator[None]:
     """
     if not isinstance(kind, str):
         raise TypeError(f"{checks.shown('kind', kind)}; accepted: a str")
-    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    device = _abstract(kind)
     if not _is_known(device):
         raise ValueError(
             f"{checks.shown('kind', kind)}; accepted: a GPU that JAX {jax.__version__} knows by "
@@ -214,6 +223,10 @@ def target_gpu(kind: str) -> Iterator[None]:
         _TARGET.reset(token)
         if has_mesh:
             jax.clear_caches()
+
+
+def _abstract(kind: str) -> AbstractDevice:
+    return AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
 
 
 def _lowered_for(device: AbstractDevice) -> Any:
