@@ -175,6 +175,8 @@ def test_the_local_card_counts_where_the_mesh_is_a_cpus(monkeypatch: pytest.Monk
     local = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", core_count=132)
     with pallas_ops.target_gpu("NVIDIA H100"):
         want = exported_text(fn, x).count("__gpu$xla.gpu.triton")
+    monkeypatch.setattr(card, "_local", lambda: None)
+    jax.clear_caches()
     smallest = exported_text(fn, x).count("__gpu$xla.gpu.triton")
     monkeypatch.setattr(card, "_local", lambda: local)
     jax.clear_caches()
