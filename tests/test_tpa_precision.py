@@ -10,6 +10,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops.ops.tpa_decode import formed, prompt, prompt_backward
+from tests import cudnn
 from tests.support import (
     assert_as_good_as_reference,
     case,
@@ -136,6 +137,8 @@ def test_prompts(
 ) -> None:
     """Keys behind the lengths may hold NaN; a query that no key comes before gets 0."""
     monkeypatch.setattr(prompt, "LEAST_ROWS", 1)
+    if WITH_CUDNN == "interpret":
+        cudnn.instead(monkeypatch)
     jax.clear_caches()  # the same calls may have been made without
     xs = factors(rng, dtype, **shape)
     given = None if lengths is None else jnp.asarray(lengths, jnp.int32)
@@ -182,6 +185,8 @@ def test_gradients_of_many_queries(
     """By cuDNN or in chunks, with scores so large that q must be that of the forward pass."""
     for module in prompt, formed:
         monkeypatch.setattr(module, "LEAST_ROWS", 1)
+    if WITH_CUDNN == "interpret":
+        cudnn.instead(monkeypatch)
     if not has_cudnn:
         monkeypatch.setattr(prompt_backward, "CUDNN_BACKWARD", None)
     jax.clear_caches()  # the same calls may have been made before

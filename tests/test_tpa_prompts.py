@@ -12,10 +12,11 @@ import pallas_ops
 from pallas_ops.core import launch
 from pallas_ops.ops.tpa_decode import prompt, prompt_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig
-from tests import h200
+from tests import cudnn, h200
 
 
-def test_whose_gradients_cudnn_has() -> None:
+def test_whose_gradients_cudnn_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn.instead(monkeypatch)
     shapes = dict(aq=(1, 512, 32, 128), ak=(1, 512, 1, 32), av=(1, 512, 1, 32))
     shapes |= dict(bk=(1, 512, 1, 128), bv=(1, 512, 1, 128))
     o = Operands(**{k: jax.ShapeDtypeStruct(x, jnp.bfloat16) for k, x in shapes.items()})
@@ -32,7 +33,8 @@ def test_whose_gradients_cudnn_has() -> None:
         assert prompt_backward.has_gradient(o._replace(**longer), p)
 
 
-def test_what_is_taken_for_a_prompt() -> None:
+def test_what_is_taken_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn.instead(monkeypatch)
     sizes: dict[str, Any] = dict(b=1, n=512, m=8192, h=32, r=16, d=128, e=128, rk=1, rv=1)
     s, p = Sizes(**sizes, dtype="bfloat16", precision="default"), Params(precision="default")
     others: tuple[dict[str, Any], ...] = (

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pallas_ops.core.backend import NoKernelError
 from pallas_ops.core.card import Card
@@ -47,7 +48,7 @@ def _choose_keys(
         return num_splits, -(-s.m // num_splits)
 
     num_splits, keys = keys_of_split(1)
-    block_m, num_stages, most_programs = _block(s, block_h, rows, keys)
+    block_m, num_stages, most_programs = _loop(s, block_h, rows, keys)
     least = max(8, 16 // min(s.tile_rk, s.tile_rv))  # the tensor cores' sixteen entries
     num_warps = 4 if rows * s.tile_e <= 64 * 128 else 8
     if s.is_quantised_bfloat16 and s.tile_e // s.features_per_word <= rows < 64:
@@ -81,26 +82,35 @@ def _overfills_tensor_memory(s: Sizes, rows: int, block_n: int) -> bool:
     return has_both and s.tile_e >= 256 and min(rows, first_rows) >= 64
 
 
-def _block(s: Sizes, block_h: int, rows: int, keys: int) -> tuple[int, int, int]:
-    """A block's keys, its stages, and how many programs a multiprocessor has at most."""
-    block_m = 128 if keys >= 2048 else 64 if keys > 32 else 32
-    if s.gathers(block_h) and s.pages:  # a block that is gathered is within one page
-        block_m = min(block_m, max(16, s.pages[1] & -s.pages[1]))
+class _Loop(NamedTuple):
+    """A loop over keys: how many are a block, its stages, and the programs of a multiprocessor."""
+
+    block_m: int
+    num_stages: int = 3
+    most_programs: int = 1
+
+
+def _loop(s: Sizes, block_h: int, rows: int, keys: int) -> _Loop:
+    """The loop over so many keys, by the first rule that applies."""
+    usual, gathers = 128 if keys >= 2048 else 64 if keys > 32 else 32, s.gathers(block_h)
+    if gathers and s.pages:  # a block that is gathered is within one page
+        usual = min(usual, max(16, s.pages[1] & -s.pages[1]))
+    short = min(64, usual)
     if s.has_few_features and len(head_tiles(block_h)) > 1:
         # 64 entries have 32 KiB. Heads that are copied eight at once take 128: of fewer entries
         # they would lie in shared memory as [entries, heads] (see `heads.load`).
         entries, num_stages = (128, 2) if s.h % 8 == 0 else (64, 3)
-        return min(entries // s.most_ranks, power_of_two(keys)), num_stages, 2
-    if block_h > 32 and s.gathers(block_h):
-        return min(64 // s.most_ranks, block_m), 3, 2
+        return _Loop(min(entries // s.most_ranks, power_of_two(keys)), num_stages, most_programs=2)
+    if gathers and block_h > 32:
+        return _Loop(min(64 // s.most_ranks, usual), most_programs=2)
     if s.has_few_features and s.most_ranks == 1:
-        return min(64, block_m), 3, 3 if block_h > 16 else 2
+        return _Loop(short, most_programs=3 if block_h > 16 else 2)
     if s.n > 1 and rows > 32 and not s.is_rank_first:
-        return min(64, block_m), 3, 2
+        return _Loop(short, most_programs=2)
     if s.is_quantised_bfloat16:
-        return block_m, 3, 2
-    num_stages = 4 if block_m == 64 and keys >= 1024 and s.most_ranks == 1 else 3
-    return block_m, num_stages, 2 if s.gathers(block_h) else 1
+        return _Loop(usual, most_programs=2)
+    is_long = usual == 64 and keys >= 1024 and s.most_ranks == 1
+    return _Loop(usual, 4 if is_long else 3, 2 if gathers else 1)
 
 
 def split_size(m: int) -> int:

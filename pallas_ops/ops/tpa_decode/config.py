@@ -171,21 +171,21 @@ class Sizes:
         return max(self.tile_rk, self.tile_rv)
 
     def gathers(self, block_h: int, *, backward: bool = False) -> bool:
-        """Whether the head factors of a block of keys are loaded in one piece (`heads._gather`).
-
-        That is faster in the forward pass for 33 to 64 heads, and for fewer heads of two ranks in
-        bfloat16, if their rows can lie in different banks (`Keys._spread`). It is always faster for
-        an odd number of heads: asynchronous copies take 4 bytes, and odd rows of them begin at 2.
-        """
-        is_odd = self.h % 2 == 1
-        meet_no_bank_twice = self.most_ranks == 2 and self.h % 16 > 0
-        is_small = self.h < 32 and self.has_few_features and self.dtype == "bfloat16"
-        forward = 32 < self.h <= 64 or (is_small and meet_no_bank_twice and self.pages is None)
-        is_better = is_odd or (forward and not backward)
+        """Whether the head factors of a block of keys are loaded in one piece (`heads._gather`)."""
         keys = self.m if self.pages is None else self.pages[0] * self.pages[1]
         is_short = keys * max(self.rk, self.rv) * self.h < 2**31  # places are int32
         has_all = block_h >= self.h and self.dtype != "float32"
-        return triton_ext.AVAILABLE and is_better and is_short and has_all
+        if not (triton_ext.AVAILABLE and is_short and has_all):
+            return False
+        if self.h % 2 == 1:  # asynchronous copies take 4 bytes, and odd rows of them begin at 2
+            return True
+        if backward or self.h > 64 or self.h == 32:
+            return False
+        if self.h > 32:
+            return True
+        # Faster in bfloat16, for two ranks whose rows can lie in different banks (`Keys._spread`).
+        is_small = self.has_few_features and self.dtype == "bfloat16" and self.pages is None
+        return is_small and self.most_ranks == 2 and self.h % 16 > 0
 
 
 def tile(size: int) -> int:

@@ -43,8 +43,13 @@ def has_form(s: Sizes, p: Params) -> bool:
         return False
     if p.window is not None or p.batch_invariant or p.config is not None:
         return False
-    is_here = launch.is_interpreted() or (cudnn is not None and card.is_here())
-    return is_here and s.d == s.e and s.d % 8 == 0 and s.d <= 128 and s.m * s.h * s.d < 2**31
+    fits = s.d == s.e and s.d % 8 == 0 and s.d <= 128 and s.m * s.h * s.d < 2**31
+    return fits and is_here()
+
+
+def is_here() -> bool:
+    """Whether cuDNN is where the code is to run."""
+    return cudnn is not None and card.is_here() and not launch.is_interpreted()
 
 
 def parts_of_keys(n: int, m: int) -> list[tuple[slice, bool]]:
@@ -104,19 +109,13 @@ def _attend(
     value_scale: float,
     is_causal: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention to these keys, of which the first `lengths` exist; by cuDNN, or in jax.numpy."""
+    """Attention to these keys, of which the first `lengths` exist."""
     k, v = form_keys(o, lengths, keys, value_scale)
-    if launch.is_interpreted():
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        masks: Any = dict(key_value_seq_lengths=lengths, is_causal=is_causal)
-        attention = partial(jax.nn.dot_product_attention, return_residual=True)
-        out, lse = attention(q, k, v, scale=scale, **masks)
-    else:
-        sizes = () if lengths is None else (jnp.full_like(lengths, q.shape[1]), lengths)
-        mask = cudnn.MaskType(2 * is_causal + (lengths is not None))
-        attention = partial(cudnn.dot_product_attention, return_residual=True)
-        out, lse = attention(q, k, v, None, None, *sizes, scale=scale, mask_type=mask)
-        lse = lse.swapaxes(1, 2)
+    sizes = () if lengths is None else (jnp.full_like(lengths, q.shape[1]), lengths)
+    mask = cudnn.MaskType(2 * is_causal + (lengths is not None))
+    attention = partial(cudnn.dot_product_attention, return_residual=True)
+    out, lse = attention(q, k, v, None, None, *sizes, scale=scale, mask_type=mask)
+    lse = lse.swapaxes(1, 2)
     if lengths is not None:
         lse = jnp.where((lengths > 0)[:, None, None], lse, -jnp.inf)
     return out.astype(jnp.float32), lse

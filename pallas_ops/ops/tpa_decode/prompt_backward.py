@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_ops.core import launch
 from pallas_ops.ops.tpa_decode import prompt
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 
@@ -56,18 +55,17 @@ def backward(
 
     Those of a part follow from the output and the log-sum-exp of all keys.
     """
-    gradients = _gradients if launch.is_interpreted() else _cudnn_gradients
     q, out, dout = (x.astype(o.ak.dtype) for x in (q, o.out, o.dout))
     lse, dq, of_parts = o.lse.swapaxes(1, 2), jnp.zeros(q.shape, jnp.float32), []
     for keys, is_causal in prompt.parts_of_keys(q.shape[1], o.m):
         k, v = prompt.form_keys(o, None, keys, value_scale)
-        of_q, *of_keys = gradients(q, k, v, lse, out, dout, scale=scale, is_causal=is_causal)
+        of_q, *of_keys = _gradients(q, k, v, lse, out, dout, scale=scale, is_causal=is_causal)
         dq += of_q.astype(jnp.float32)
         of_parts.append((keys, *of_keys))
     return dq, of_parts
 
 
-def _cudnn_gradients(
+def _gradients(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -78,7 +76,7 @@ def _cudnn_gradients(
     scale: float,
     is_causal: bool,
 ) -> Any:
-    """Gradients of q, k and v."""
+    """cuDNN's gradients of q, k and v."""
     options: dict[str, Any] = dict(
         scale=scale, seed=0, dropout_rate=0.0, sliding_window_length=None
     )
@@ -89,18 +87,3 @@ def _cudnn_gradients(
     mask = masks.CAUSAL if is_causal else masks.NO_MASK
     absent = [jnp.zeros(0, q.dtype)] * 7
     return CUDNN_BACKWARD.bind(q, k, v, *absent, lse, out, dout, mask_type=mask, **options)
-
-
-def _gradients(*operands: jax.Array, scale: float, is_causal: bool) -> Any:
-    """What cuDNN computes, as the derivative of a sum: that of weight * (dout v^T - dout out^T)."""
-    q, k, v, lse, out, dout = (x.astype(jnp.float32) for x in operands)
-    n, m = q.shape[1], k.shape[1]
-    seen = jnp.tri(n, m, 0 if is_causal else m, dtype=bool)
-
-    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        score = scale * jnp.einsum("bnhd,bmhd->bhnm", q, k) - lse[..., None]
-        weight = jnp.exp(jnp.where(seen, score, -jnp.inf))
-        delta = jnp.einsum("bnhd,bnhd->bhn", dout, out)
-        return (weight * (jnp.einsum("bnhd,bmhd->bhnm", dout, v) - delta[..., None])).sum()
-
-    return jax.grad(total, (0, 1, 2))(q, k, v)
