@@ -10,6 +10,7 @@ All this goes in the direction of the sum: in reverse a shard begins at its end.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,31 +69,37 @@ def _width(p: Params, n: int, *, even: bool) -> int:
     return p.chunk_size if p.shift_result else 1
 
 
+class Chunk(NamedTuple):
+    """The chunk at a position beside a bound, with distances in the direction of the sum."""
+
+    live: jax.Array  # whether it belongs to a sequence
+    begun: jax.Array  # from its begin to the bound
+    sequence_begun: jax.Array  # from its sequence's begin to the bound
+    left: jax.Array  # from the bound to its sequence's end
+
+
 def _reach(p: Params, edges: jax.Array, bound: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How many positions before a bound enter the sums after it, and if a chunk spans the bound."""
 
-    def chunk(i: jax.Array) -> tuple[jax.Array, ...]:
-        """Whether the chunk at i belongs to a sequence, and three distances to the bound.
-
-        Those are from the chunk's begin, from the sequence's begin, and to the sequence's end.
-        """
+    def chunk_at(i: jax.Array) -> Chunk:
         sequence = count_at_most(edges[1:-1], i[None])[0]
         low, high = edges[sequence], edges[sequence + 1]
         start = low + (i - low) // p.chunk_size * p.chunk_size
         live = (sequence > 0) & (sequence < edges.size - 2)
         if p.reverse:
             stop = start + jnp.minimum(p.chunk_size, high - start)
-            return live, stop - bound, high - bound, bound - low
-        return live, bound - start, bound - low, high - bound
+            return Chunk(live, stop - bound, high - bound, bound - low)
+        return Chunk(live, bound - start, bound - low, high - bound)
 
-    live, begun, sequence_begun, _ = chunk(bound - int(p.reverse))
-    spans = live & (begun > 0)
+    before, after = (bound, bound - 1) if p.reverse else (bound - 1, bound)
+    chunk = chunk_at(after)
+    spans = chunk.live & (chunk.begun > 0)
     if p.shift_result:
-        live, begun, _, left = chunk(bound - int(not p.reverse))
-        return jnp.where(live & (left > 0), begun, 0), spans
+        last = chunk_at(before)
+        return jnp.where(last.live & (last.left > 0), last.begun, 0), spans
     if p.shift == "sequence":
-        begun = jnp.minimum(begun + 1, sequence_begun)
-    return jnp.where(live, begun, 0), spans
+        chunk = chunk._replace(begun=jnp.minimum(chunk.begun + 1, chunk.sequence_begun))
+    return jnp.where(chunk.live, chunk.begun, 0), spans
 
 
 def _sum_of_last(x: jax.Array, count: jax.Array, width: int, p: Params) -> jax.Array:

@@ -21,7 +21,8 @@ def table_of(plan: Plan, edges: jax.Array) -> jax.Array:
     """[5, slots]: each chunk's start and stop, its sequence's, and whether there is a sequence.
 
     All of them within the axis. A sequence's chunks are counted from its own edge, which may be
-    before the axis.
+    before the axis: the chunks that end there are skipped, and have no slot. The other chunks of
+    all sequences lie one after the other; slots that are left over are empty.
     """
     s, size = plan.view.s, plan.params.chunk_size
     bounds = jnp.clip(edges, 0, s.n)
@@ -29,12 +30,13 @@ def table_of(plan: Plan, edges: jax.Array) -> jax.Array:
     counts = pl.cdiv(bounds[1:] - edges[:-1], size) - skipped
     counts = jnp.where(bounds[:-1] < bounds[1:], counts, 0)
     ends = jnp.cumsum(counts)
+    first_slot = ends - counts
     slot = jnp.arange(s.count, dtype=jnp.int32)
-    sequence = count_at_most(ends, slot)
+    sequence = count_at_most(ends, slot)  # of each slot; behind the last one if it is empty
     last = counts.size - 1
     own = jnp.minimum(sequence, last)
     low, high = bounds[own], bounds[own + 1]
-    begin = edges[own] + (slot - (ends - counts - skipped)[own]) * size
+    begin = edges[own] + (slot - first_slot[own] + skipped[own]) * size
     start = jnp.where(sequence > last, high, jnp.maximum(begin, low))
     stop = jnp.where(sequence > last, high, begin + jnp.minimum(size, high - begin))
     live = (own > 0) & (own < last)

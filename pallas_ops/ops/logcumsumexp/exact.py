@@ -88,9 +88,7 @@ def backward(
 
     def step(k: Any, grad: State) -> State:
         k = count - 1 - k
-        before = states[0]
-        for i, state in enumerate(states[1:], 1):
-            before = State(*(jnp.where(k == i, *pair) for pair in zip(state, before, strict=True)))
+        before = _state_at(states, k)
         tile = ranges.exact_tile(first + k * size)
         x, do = ranges.load_x(tile, x_ref), tile.load(do_ref)
         p, s = _states(x, before, mirrored)
@@ -112,6 +110,14 @@ def states_before(ranges: Segments, tile: Tile, x: jax.Array, state: State) -> l
         there = (tile.order >= start) & (tile.order < start + size)
         states.append(_after(states[-1], jnp.where(there, x, -jnp.inf)))
     return states
+
+
+def _state_at(states: list[State], k: Any) -> State:
+    """states[k], where k is known on the card only."""
+    found = states[0]
+    for i, state in enumerate(states[1:], 1):
+        found = State(*(jnp.where(k == i, *pair) for pair in zip(state, found, strict=True)))
+    return found
 
 
 def _states(x: jax.Array, before: State, mirrored: bool) -> Pair:

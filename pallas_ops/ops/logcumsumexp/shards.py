@@ -43,39 +43,38 @@ class Shard:
     def forward_saving_shards(
         self, x: jax.Array, *given: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        """Saves the states of all shards, as a shard does not have the tiles of the whole axis.
-
-        They are stored in place of the tiles' states; only the first one, if these are too few.
-        """
-        own, axis = self.run("totals", x), self.params.axis
+        """Saves the states of shards in place of the tiles': a shard has not those of all tiles."""
+        own = self.run("totals", x)
         start = _barrier(_start(own, *given))
         states = start, _barrier(self._exchanged(own, start))
         out, final, *_ = self._scan("saving", x, *_barrier(states))
-        slots = 1 - (-x.shape[axis] * self.count // self.params.block_n)
-
-        def in_slots(start: jax.Array, others: jax.Array) -> jax.Array:
-            both = jnp.expand_dims(start, axis), jnp.moveaxis(others, 0, axis)
-            y = jnp.concatenate(both, axis) if self.count < slots else both[0]
-            padding = [(0, slots - y.shape[i] if i == axis else 0, 0) for i in range(y.ndim)]
-            return lax.pad(y, jnp.zeros((), y.dtype), padding)
-
-        return out, final, *map(in_slots, *states)
+        slots = 1 - (-x.shape[self.params.axis] * self.count // self.params.block_n)
+        return out, final, *(self._stored(*pair, slots) for pair in zip(*states, strict=True))
 
     def backward_from_shards(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
     ) -> Pair:
         """Runs the forward kernel again for the states of the shard's tiles (see `_barrier`)."""
-        axis = self.params.axis
-        p, t = (lax.index_in_dim(y, 0, axis, keepdims=False) for y in saved)
-        if self.count < saved[0].shape[axis]:
-            others = (lax.slice_in_dim(y, 1, self.count + 1, axis=axis) for y in saved)
-            every_p, every_t = (jnp.moveaxis(y, axis, 0) for y in others)
-        else:
-            own = self.run("totals", x)
-            every_p, every_t = _barrier(self._exchanged(own, (p, t)))
-        states = _barrier(((p, t), (every_p, every_t)))
-        _, _, *tiles = self._scan("saving", x, *states)
+        start, *others = zip(*map(self._restored, saved), strict=True)
+        states = others[0] if others else _barrier(self._exchanged(self.run("totals", x), start))
+        _, _, *tiles = self._scan("saving", x, *_barrier((start, states)))
         return self.backward(x, do, dfinal, *tiles)
+
+    def _stored(self, start: jax.Array, states: jax.Array, slots: int) -> jax.Array:
+        """So many slots of the axis: what the first shard starts from; if they fit, all states."""
+        axis, y = self.params.axis, jnp.expand_dims(start, self.params.axis)
+        if self.count < slots:
+            y = jnp.concatenate([y, jnp.moveaxis(states, 0, axis)], axis)
+        padding = [(0, slots - y.shape[i] if i == axis else 0, 0) for i in range(y.ndim)]
+        return lax.pad(y, jnp.zeros((), y.dtype), padding)
+
+    def _restored(self, y: jax.Array) -> list[jax.Array]:
+        """What was stored: what the first shard starts from, and, if they fitted, all states."""
+        axis = self.params.axis
+        start = lax.index_in_dim(y, 0, axis, keepdims=False)
+        if self.count >= y.shape[axis]:
+            return [start]
+        return [start, jnp.moveaxis(lax.slice_in_dim(y, 1, self.count + 1, axis=axis), axis, 0)]
 
     def backward(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
