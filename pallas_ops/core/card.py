@@ -121,12 +121,12 @@ def known() -> Iterator[None]:
     By itself it finds none where code is for another machine, or the mesh or the default device is
     a CPU's; then this names the target, else the local GPU, else an unknown one.
     """
-    target = _TARGET.get()
-    if _is_found() and target in (None, _of_mesh()):
+    meant = _meant()
+    if _is_found() if meant is None else meant == _of_mesh():
         yield
         return
     local = _local()
-    with _lowered_for(target or (_UNKNOWN if local is None else _abstract(local.device_kind))):
+    with _lowered_for(meant or (_UNKNOWN if local is None else _abstract(local.device_kind))):
         yield
 
 

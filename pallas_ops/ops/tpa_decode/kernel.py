@@ -22,11 +22,11 @@ from pallas_ops.core.tiles import HUGE, Ref, power_of_two
 from pallas_ops.ops.tpa_decode import heads, prompt
 from pallas_ops.ops.tpa_decode.choose import choose
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
-from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, key_range, look_up
+from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, key_range
 from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
 from pallas_ops.ops.tpa_decode.merge import merge
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, load, per_batch, per_split, store
-from pallas_ops.ops.tpa_decode.words import deinterleave, interleave, pack, times
+from pallas_ops.ops.tpa_decode.words import deinterleave, interleave, pack
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators
 Carry = tuple[Any, list[State]]  # what was loaded ahead, and the states
@@ -61,9 +61,7 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
         out_shape=results,
         num_warps=c.num_warps,
         # Triton shares the stages out between two copies in a row, of the table and of its pages.
-        num_stages=c.num_stages
-        if s.pages is None or plan.prefetches_pages
-        else 2 * c.num_stages - 1,
+        num_stages=c.num_stages if s.pages is None else 2 * c.num_stages - 1,
     )
     if splits > 1:
         # Blocks of one size add up in one order, however many splits the cache's size makes.
@@ -103,13 +101,17 @@ def _forward_kernel(
     queries, bq, score_scale = _load_queries(plan, tiles, aq_ref, bq_ref)
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
-    ahead = partial(_ahead, plan, ak_ref, av_ref, table_ref, stop, limit)
+
+    def ahead(i: Any) -> Any:
+        """The head factors of step i, if they are loaded during the step before."""
+        if not plan.prefetches_heads:
+            return None
+        return heads.sources(Keys(plan, i, limit), ak_ref, av_ref, i < stop)
 
     def step(i: jax.Array, carry: Carry, *, all_valid: bool = False) -> Carry:
         loaded, states = carry
-        pages = loaded if plan.prefetches_pages else None
-        keys = Keys(plan, i, limit, first_key, table_ref, pages, all_valid=all_valid)
-        ak, av = loaded if plan.prefetches_heads else heads.sources(keys, ak_ref, av_ref)
+        keys = Keys(plan, i, limit, first_key, table_ref, all_valid=all_valid)
+        ak, av = loaded or heads.sources(keys, ak_ref, av_ref)
         loaded = ahead(i + 1)
         inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
         if bq is not None:  # [queries x ranks, entries]
@@ -139,17 +141,6 @@ def _forward_kernel(
         _store(plan, rows, state, out_ref, lse_ref)
 
 
-def _ahead(
-    plan: Plan, ak_ref: Ref, av_ref: Ref, table_ref: Ref | None, stop: Any, limit: Any, i: Any
-) -> Any:
-    """What is loaded for step i during the step before: pages, or head factors."""
-    if plan.prefetches_pages:
-        return look_up(plan, i, table_ref, limit)
-    if plan.prefetches_heads:
-        return heads.sources(Keys(plan, i, limit), ak_ref, av_ref, i < stop)
-    return None
-
-
 def _add_values(
     keys: Keys, rows: Rows, score: jax.Array, av: Any, bv: list[jax.Array], state: State
 ) -> State:
@@ -159,9 +150,10 @@ def _add_values(
     new_max = jnp.maximum(row_max, score.max(axis=1))
     p = exp2(score - new_max[:, None])
     rescale = exp2(row_max - new_max)
-    av = heads.load(keys, rows, av, s.rv)
-    multiply = times if plan.output_pieces == 1 and s.dtype == "bfloat16" else jnp.multiply
-    weight = multiply(heads.each_rank(p, s.rv), av)
+    weight, av = heads.each_rank(p, s.rv), heads.load(keys, rows, av, s.rv)
+    if plan.output_pieces == 1 and s.dtype == "bfloat16":
+        weight, av = weight.astype(jnp.bfloat16), av.astype(jnp.bfloat16)
+    weight *= av
     pairs = zip(bv, accs, strict=True)
     accs = [plan.dot(weight, x, acc * rescale[:, None]) for x, acc in pairs]
     if len(plan.tiles) > 1:

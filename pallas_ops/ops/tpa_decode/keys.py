@@ -25,7 +25,6 @@ class Keys:
     An entry is one rank of one key. Tiles hold a power of two of ranks a key. In place of a key
     that is not valid, the nearest valid one is loaded (there must be one), or none (`masked`, as
     for stores). With a page table [pages], key m is at place m % size of page table[m // size].
-    `pages` are those of this block, if they were looked up before.
 
     Backward, entries come in octets: eight keys of one rank, the same eight of the next one, ...
     A thread that has row r of a tensor core's result has row r + 8 as well, so of two ranks it has
@@ -39,11 +38,10 @@ class Keys:
         stop: Position,
         first: Position = 0,
         table_ref: Ref | None = None,
-        pages: list[jax.Array] | None = None,
         *,
         all_valid: bool = False,
     ) -> None:
-        self.plan, self.stop, self.table_ref, self.pages = plan, stop, table_ref, pages
+        self.plan, self.stop, self.table_ref = plan, stop, table_ref
         self.first = None if isinstance(first, int) and first == 0 else first
         self.begin = step * plan.c.block_m
         whole = isinstance(stop, int) and stop % plan.c.block_m == 0 and self.first is None
@@ -139,13 +137,6 @@ class Keys:
             return key
         assert self.plan.s.pages is not None
         number, size = self.plan.s.pages
-        if self.pages is not None:
-            first, *others = self.pages
-            begin = lax.div(self.begin, size) * size
-            start = first * size - begin
-            for j, page in enumerate(others, 1):
-                start = jnp.where(key < begin + j * size, start, (page - j) * size - begin)
-            return key + start
         if size % self.plan.c.block_m == 0:  # a block is within one page
             page = self.table_ref[lax.div(self.begin, size)]
             return key + (jnp.clip(page, 0, number - 1) * size - lax.div(self.begin, size) * size)
@@ -168,16 +159,6 @@ class Keys:
         """The indices of the tile of ak or av [M ranks, H]."""
         entry, inside = self.entries(ranks)
         return entry, rows.first_h + rows.column, inside[:, None] & rows.column_inside[None, :]
-
-
-def look_up(plan: Plan, step: Any, table_ref: Ref, limit: Any) -> list[jax.Array]:
-    """The pages of a block; entries of the table after the last valid key are not read."""
-    assert plan.s.pages is not None
-    number, size = plan.s.pages
-    first = lax.div(step * plan.c.block_m, size)
-    numbers = [first + j for j in range(plan.pages_a_block)]
-    pages = [plgpu.load(table_ref.at[i], mask=i * size < limit, other=0) for i in numbers]
-    return [jnp.clip(page, 0, number - 1) for page in pages]
 
 
 def key_range(rows: Rows, length_ref: Ref | None) -> tuple[Position, Position, Position]:

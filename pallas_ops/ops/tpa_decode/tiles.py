@@ -1,7 +1,6 @@
 """What a program of tpa_decode sees: its plan, its rows (queries x heads), and their tiles."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -44,19 +43,6 @@ class Plan:
         The page of a block would have to be waited for, and two tiles have no registers left.
         """
         return self.gathers and len(self.tiles) == 1 and self.s.pages is None
-
-    @property
-    def pages_a_block(self) -> int:
-        """At most so many pages hold a block of keys; 0 without pages."""
-        if self.s.pages is None:
-            return 0
-        size, block = self.s.pages[1], self.c.block_m
-        return (size - math.gcd(size, block) + block - 1) // size + 1
-
-    @property
-    def prefetches_pages(self) -> bool:
-        """Whether a step looks up the pages of the next one: for two tiles, 3 to 13 % less time."""
-        return len(self.tiles) > 1 and 0 < self.pages_a_block <= 4
 
     @property
     def head_blocks(self) -> int:

@@ -4,8 +4,6 @@ A word's two bytes go to two tiles: the features at even places, and those at od
 over all features is the sum of one over each.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,14 +36,6 @@ cvt.f32.f16 x0, byte%d;
 cvt.f32.f16 x1, byte%d;
 cvt.rn.bf16x2.f32 $0, x1, x0;
 }"""
-# Cards before sm_90 have no product of two pairs, but one with a sum: here with zeros, negative
-# ones, which change no sign of a zero.
-_TIMES = """{
-.reg .b32 zeros;
-mov.b32 zeros, 0x80008000;
-fma.rn.bf16x2 $0, $1, $2, zeros;
-}"""
-_of_pairs = partial(assembly, dtype=jnp.bfloat16, pack=2)
 _WIDEN = {"int8": (_INT8 % 0, _INT8 % 8), "float8_e4m3fn": (_FLOAT8 % (0, 2), _FLOAT8 % (1, 3))}
 
 
@@ -68,10 +58,4 @@ def widen(x: jax.Array, dtype: str) -> list[jax.Array]:
     """Words as their first bytes and their second ones, in bfloat16, exactly."""
     if launch.is_interpreted():
         return unstack(lax.bitcast_convert_type(x, jnp.dtype(dtype)).astype(jnp.bfloat16))
-    return [_of_pairs(ptx, x) for ptx in _WIDEN[dtype]]
-
-
-def times(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The product in bfloat16 of what is rounded to it first, two numbers at once."""
-    x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
-    return x * y if launch.is_interpreted() else _of_pairs(_TIMES, x, y)
+    return [assembly(ptx, x, dtype=jnp.bfloat16, pack=2) for ptx in _WIDEN[dtype]]
