@@ -88,6 +88,26 @@ def test_open_sizes_of_other_calls(rng: Rng, fn: Any, shape: tuple[int, ...], sy
     assert_close(jax.export.export(jax.jit(fn))(struct).call(x), fn(x), terms=TERMS)
 
 
+@pytest.mark.parametrize("op", ["lengths", "append", "offset", "cu_seqlens"])
+def test_open_sizes_are_numbers(rng: Rng, op: str) -> None:
+    """Arguments that are integers."""
+
+    def fn(x: jax.Array) -> jax.Array:
+        n = x.shape[1]
+        if op == "append":
+            return pallas_ops.tpa_append(jax.numpy.zeros((x.shape[0], 9, 4)), x, 9 - n)
+        if op == "offset":
+            return pallas_ops.lrpe_cosine(x, jax.numpy.ones((1, 4)), offset=9 - n)
+        if op == "cu_seqlens":
+            return pallas_ops.chunk_cumsum_decay(x, chunk_size=3, cu_seqlens=[0, n])
+        factors = x[:, -1:, :, None], x, x, x[:, -1:, None], x, x
+        return pallas_ops.tpa_decode(*factors, lengths=n - 1)
+
+    x, struct = random_array(rng, (2, 5, 4)), jax.export.symbolic_shape("b, n, 4")
+    exported = jax.export.export(jax.jit(fn))(jax.ShapeDtypeStruct(struct, x.dtype))
+    assert_close(exported.call(x), fn(x), terms=TERMS)
+
+
 def test_an_open_number_of_frequencies(rng: Rng) -> None:
     """Beside features of a known number, which at least bound it."""
     x, theta = random_array(rng, (2, 5, 1, 4)), random_array(rng, (1, 3))

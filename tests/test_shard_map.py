@@ -210,6 +210,14 @@ def test_split_cache_loses_no_precision(rng: Rng) -> None:
 
 
 @pytest.mark.slow
+def test_a_mesh_axis_is_named_once() -> None:
+    """XLA ends the process otherwise (JAX 0.12)."""
+    sums = partial(pallas_ops.logcumsumexp, axis_name=("x", "x"))
+    mapped = jax.shard_map(sums, mesh=cpu_mesh(), in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(ValueError, match=r"'x'\); accepted: each mesh axis once"):
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((8,), "float32"))
+
+
 def test_without_the_replication_check_gradients_are_the_same(rng: Rng) -> None:
     xs = on_host(TPA_DECODE.arguments(rng, b=5, n=3, m=32))
     weights = on_host(random_cotangents(rng, jax.eval_shape(decode, *xs)))

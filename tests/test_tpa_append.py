@@ -164,6 +164,9 @@ def test_append_to_pages_that_are_split_differently(rng: Rng, specs: Any) -> Non
     assert got.sharding.is_equivalent_to(xs[0].sharding, 3)
 
 
+HUGE = jax.ShapeDtypeStruct((2, 2**31 // 5 + 1), "int32")
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -175,9 +178,14 @@ def test_append_to_pages_that_are_split_differently(rng: Rng, specs: Any) -> Non
         (dict(lengths=jnp.zeros(3, int)), ValueError, r"lengths.shape is \(3,\); accepted: .*B=2"),
         (dict(page_table=jnp.zeros(2, int)), ValueError, r"page_table.shape is \(2,\); accepted"),
         (dict(page_table=jnp.zeros((2, 1))), TypeError, "page_table.dtype is 'float32'; accepted"),
+        (
+            dict(page_table=HUGE),
+            ValueError,
+            "page_table has 429496730 pages of 5 tokens a row; acc",
+        ),
     ],
 )
 def test_append_refuses(change: dict[str, Any], error: type, message: str) -> None:
     given = dict(cache=jnp.zeros((2, 5, 3)), new=jnp.zeros((2, 1, 3)), lengths=jnp.zeros(2, int))
     with pytest.raises(error, match=message):
-        pallas_ops.tpa_append(**(given | change))
+        jax.eval_shape(pallas_ops.tpa_append, **(given | change))

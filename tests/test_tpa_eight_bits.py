@@ -1,5 +1,6 @@
 """tpa_decode of feature factors in eight bits, and their quantisation."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,6 +66,24 @@ def test_quantised_extremes(dtype: Any, dtype8: Any) -> None:
     assert np.all((x == 0) | (np.abs(x) >= float(info.tiny)))
     np.testing.assert_array_equal(x == 0, np.asarray(a == 0))
     np.testing.assert_array_equal(y[b[:, 0] == 0], 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype8", DTYPES8)
+def test_a_head_that_is_not_finite_changes_no_other(rng: Rng, dtype8: Any, bad: float) -> None:
+    a, b = random_array(rng, (5, 3)), random_array(rng, (5, 16)) * 1e-9
+    x, y = pallas_ops.quantize_tpa_factors(a, b, dtype8)
+    got_x, got_y = pallas_ops.quantize_tpa_factors(a.at[1, 2].set(bad), b, dtype8)
+    np.testing.assert_array_equal(got_x, x.at[1, 2].set(bad))
+    np.testing.assert_array_equal(got_y, y)
+
+
+def test_small_heads_of_float16_beside_large_features() -> None:
+    """The step is larger than the largest float16 number, but a times the step is not."""
+    a, b = jnp.full((1, 2), 0.01, jnp.float16), jnp.array([[1e7, -3e6]])
+    x, y = pallas_ops.quantize_tpa_factors(a, b, jnp.int8)
+    np.testing.assert_array_equal(x, a.astype(jnp.float32) * 2**17)
+    np.testing.assert_array_equal(y, [[76, -23]])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -148,13 +167,17 @@ def test_gradients_of_eight_bits_are_refused(rng: Rng) -> None:
 
 @pytest.mark.parametrize("of_b", [{"b": "x"}, {"m": "x"}])
 def test_quantised_factors_keep_explicit_types(rng: Rng, of_b: dict[str, str]) -> None:
-    """Both results are split as the head factors are."""
+    """Both results are split as the head factors are; under vmap too."""
     mesh, layout, axes = cpu_mesh(AxisType.Explicit), {"b": "x"}, ("b m h", "b m d")
     xs = random_array(rng, (4, 8, 2)), random_array(rng, (4, 8, 6))
     want = pallas_ops.quantize_tpa_factors(*xs, jnp.int8)
     with jax.set_mesh(mesh):
         (a,), (b,) = place(mesh, xs[:1], axes[:1], layout), place(mesh, xs[1:], axes[1:], of_b)
         got = pallas_ops.quantize_tpa_factors(a, b, jnp.int8)
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert_sharded(got, axes, mesh, layout)
+        mapped = got
+        if of_b == layout:
+            mapped = jax.vmap(partial(pallas_ops.quantize_tpa_factors, dtype=jnp.int8))(a, b)
+    for results in got, mapped:
+        for x, y in zip(results, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+        assert_sharded(results, axes, mesh, layout)

@@ -156,6 +156,21 @@ def test_pages_sharded(rng: Rng, implementation: Any, kind: AxisType) -> None:
     assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, queries), 4)
 
 
+def test_gradients_of_explicit_rows_that_do_not_depend_on_the_batch(rng: Rng) -> None:
+    """The reference runs one row after the other, so its results are on every device."""
+    xs, _, given = paged(rng, jnp.float32, dict(size=16, pages=3, h=4))
+    weights = random_cotangents(rng, jax.eval_shape(both("xla", **given), *xs))
+    want = value_and_vjp(both("xla", **given), xs, weights)[1]
+    mesh, rows = cpu_mesh(AxisType.Explicit), P("y")
+    specs = rows, rows, rows, P(), P(), rows, P(), P(), rows, rows
+    with jax.set_mesh(mesh):
+        arrays = given["lengths"], given["page_table"], *xs, *weights
+        lengths, table, *ys = shards.placed(mesh, arrays, specs)
+        run = both(None, lengths=lengths, page_table=table, batch_invariant=True)
+        got = value_and_vjp(run, tuple(ys[:6]), tuple(ys[6:]))[1]
+    assert_close(list(got), list(want), terms=200)
+
+
 @pytest.mark.parametrize("pooled", [False, True])
 def test_pages_vmapped(rng: Rng, pooled: bool) -> None:
     """Over sets of rows of one pool, and over pools."""
@@ -177,6 +192,9 @@ def test_pages_vmapped(rng: Rng, pooled: bool) -> None:
     assert_close(got, want, terms=80)
 
 
+HUGE = jax.ShapeDtypeStruct((2, 2**27), "int32")
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -188,6 +206,7 @@ def test_pages_vmapped(rng: Rng, pooled: bool) -> None:
         (dict(page_table=jnp.zeros(2, int)), ValueError, r"page_table.shape is \(2,\); accepted"),
         (dict(page_table=jnp.zeros((3, 1), int)), ValueError, r"page_table.shape is .*B=2"),
         (dict(page_table=jnp.zeros((2, 1))), TypeError, "page_table.dtype is 'float32'; accepted"),
+        (dict(page_table=HUGE), ValueError, "page_table has 134217728 pages of 16 tokens a row; a"),
         (dict(bk=jnp.zeros((7, 16, 16), jnp.int8)), TypeError, "bv.dtype is 'float32'; accepted"),
         (dict(bk=jnp.zeros((7, 16, 16), jnp.int32)), TypeError, "bk.dtype is 'int32'; accepted"),
         (dict(ak=jnp.zeros((7, 16, 3), jnp.int8)), TypeError, "ak.dtype is 'int8'; accepted"),
@@ -201,7 +220,7 @@ def test_decoding_refuses(change: dict[str, Any], error: type, message: str) -> 
         page_table=zeros((2, 3), int),
     )  # fmt: skip
     with pytest.raises(error, match=message):
-        pallas_ops.tpa_decode(**(given | change))
+        jax.eval_shape(pallas_ops.tpa_decode, **(given | change))
 
 
 def test_export_of_any_number(rng: Rng) -> None:

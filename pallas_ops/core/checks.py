@@ -64,8 +64,9 @@ def array(name: str, value: Any) -> jax.Array:
 
 
 def is_beyond(value: Any, least: int, most: int) -> bool:
-    """Whether any of NumPy's or Python's integers is; JAX's arrays may be traced, and are not."""
-    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(value)):
+    """Whether any of NumPy's or Python's integers is; what is traced or symbolic is not asked."""
+    leaves = jax.tree.leaves(value)
+    if any(isinstance(x, jax.Array) or jax.export.is_symbolic_dim(x) for x in leaves):
         return False
     numbers = np.asarray(value)
     return bool(np.any((numbers < least) | (numbers > most)))
@@ -118,6 +119,8 @@ def axis_name(value: Any) -> tuple[str, ...] | None:
     names = value if isinstance(value, tuple) else (value,)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{shown('axis_name', value)}; accepted: None, a str or a tuple of them")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{shown('axis_name', value)}; accepted: each mesh axis once")
     try:
         jax.lax.axis_size(names)
     except NameError:

@@ -56,7 +56,8 @@ def _differentiable(bound: Bound) -> Run:
         return run(*xs), xs
 
     def backward(xs: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
-        return tuple(jax.vjp(partial(_reference, bound), *xs)[1](tuple(cotangents)))
+        outs, pull = jax.vjp(partial(_reference, bound), *xs)
+        return tuple(pull(tuple(map(reshard_like, cotangents, outs))))
 
     run.defvjp(forward, backward)
     return run

@@ -29,7 +29,8 @@ def offset(value: Any, x: tuple[int, ...], *, given: bool) -> Any:
     A number becomes a NumPy array, so that nothing is computed while arguments are checked.
     `given`: whether positions are given.
     """
-    if hasattr(value, "dtype") or (isinstance(value, Sequence) and not isinstance(value, str)):
+    is_array = hasattr(value, "dtype") or jax.export.is_symbolic_dim(value)
+    if is_array or (isinstance(value, Sequence) and not isinstance(value, str)):
         array: Any = checks.array("offset", value)
         checks.integers("offset", array)
         if array.shape not in ((), x[:1]):

@@ -9,9 +9,9 @@ from jax import lax
 
 from pallas_ops.core import checks, implementations
 from pallas_ops.core.dispatch import Implementation
-from pallas_ops.ops.tpa_decode.cache import QUANTISED
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Precision, TpaDecodeConfig
 
+QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 PRECISIONS: dict[Any, Precision] = {
     None: "highest",
     "highest": "highest",
@@ -86,8 +86,19 @@ def _sizes(o: Operands) -> dict[str, int]:
         axes.check("page_table", o.page_table, "B pages")
         if o.lengths is None:
             raise ValueError("lengths is None; accepted: integers [B] or [], for there are pages")
-        axes.learn("page_table", M=axes.sizes["pages"] * axes.sizes["page_size"])
+        axes.learn("page_table", M=tokens_of_table(axes.sizes["pages"], axes.sizes["page_size"]))
     return axes.sizes
+
+
+def tokens_of_table(pages: int, page_size: int) -> int:
+    """M, the tokens that a row of a page table holds, which an int32 must count."""
+    m = pages * page_size
+    if isinstance(m, int) and m > implementations.LONGEST:
+        raise ValueError(
+            f"page_table has {pages} pages of {page_size} tokens a row; accepted: at most "
+            f"{implementations.LONGEST} tokens"
+        )
+    return m
 
 
 def _check_dtypes(o: Operands) -> None:
