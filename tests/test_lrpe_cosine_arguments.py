@@ -102,6 +102,11 @@ def test_refusals(change: dict[str, Any], error: type[Exception], message: str) 
         ),
         (dict(positions=jnp.ones((2, 5, 2)), shape=None), ValueError, r"accepted: .* with N=6"),
         (dict(positions=jnp.arange(6)), ValueError, r"accepted: \[N, K\] or \[B, N, K\]"),
+        (
+            dict(positions=jnp.ones((6, 2)), shape=None, num_prefix_tokens=7),
+            ValueError,
+            "num_prefix_tokens is 7; accepted: at most N = 6",
+        ),
     ],
 )
 def test_grid_refusals(change: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -151,9 +151,15 @@ def _is_partitioned_otherwise() -> bool:
     `jax.numpy`, and gathers for a kernel what is split over the automatic axes. Where all mesh axes
     are explicit, arrays whose types say nothing are on every device.
     """
+    return is_partly_manual() or set(jax.sharding.get_abstract_mesh().axis_types) == {
+        AxisType.Explicit
+    }
+
+
+def is_partly_manual() -> bool:
+    """Whether this is inside a `jax.shard_map` that leaves some mesh axes automatic."""
     mesh = jax.sharding.get_abstract_mesh()
-    partly_manual = bool(mesh.manual_axes) and AxisType.Auto in mesh.axis_types
-    return partly_manual or set(mesh.axis_types) == {AxisType.Explicit}
+    return bool(mesh.manual_axes) and AxisType.Auto in mesh.axis_types
 
 
 @jax.tree_util.register_static

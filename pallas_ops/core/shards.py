@@ -55,7 +55,9 @@ def gather(x: jax.Array, axis_name: Names) -> jax.Array:
     known = checked(axis_name)
     if known and is_replicated(x, axis_name):
         x = lax.pcast(x, axis_name, to="varying")
-    return lax.all_gather(x, axis_name, to="invarying" if known else "varying")
+    # Along an axis that is there: of a new one JAX forgets how explicit mesh axes split the others.
+    to = "invarying" if known else "varying"
+    return lax.all_gather(x[None], axis_name, tiled=True, to=to)
 
 
 def order(axis_name: Names, *, reverse: bool) -> tuple[jax.Array, int]:

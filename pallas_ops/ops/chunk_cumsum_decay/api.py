@@ -53,7 +53,8 @@ def chunk_cumsum_decay(
       reverse: sum from each chunk's end.
       shift: None, "chunk" or "sequence".
       scale: what x is multiplied by before it is summed. A number, or a floating array of shape []
-        (which may be traced, is differentiable, and costs a pass over x in float32).
+        (which may be traced, is differentiable, costs a pass over x in float32, and multiplies the
+        sums of x, which must be finite for that).
       cu_seqlens: integers [S + 1], may be traced: where sequences that are packed along the axis
         begin, and the last one ends. Chunks are counted from each sequence's start, shifts stop at
         its ends, and what is before the first or behind the last sequence gives 0. Bounds are taken
@@ -131,6 +132,11 @@ def _check(
     implementations.check(implementation, config, ChunkCumsumDecayConfig)
     axis = checks.axis(axis, x.shape)
     length = x.shape[axis] * num_shards
+    if num_shards > 1 and isinstance(length, int) and length > implementations.LONGEST:
+        raise ValueError(
+            f"axis_name is given, and all shards have {length} positions; accepted: at most "
+            f"{implementations.LONGEST}"
+        )
     chunk_size = _chunk_size(chunk_size, length)
     reverse = checks.flag("reverse", reverse)
     checks.one_of("shift", shift, (None, "chunk", "sequence"))

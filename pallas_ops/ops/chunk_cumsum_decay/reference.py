@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core.partition import gathered, reshard_like
+from pallas_ops.core.partition import gathered, is_partly_manual, reshard_like
 from pallas_ops.core.tiles import along, wide
 from pallas_ops.ops.chunk_cumsum_decay.config import Params
 
@@ -66,7 +66,8 @@ def edges_of(cu_seqlens: jax.Array, n: int) -> jax.Array:
 
 def count_at_most(ends: jax.Array, i: jax.Array) -> jax.Array:
     """How many of the ascending `ends` are at most i."""
-    if not isinstance(ends.size, int):  # symbolic (jax.export), which searchsorted does not take
+    # searchsorted takes no symbolic sizes (jax.export), and fails beside automatic mesh axes.
+    if not isinstance(ends.size, int) or is_partly_manual():
         return jnp.sum(ends[:, None] <= i[None], axis=0, dtype=jnp.int32)
     return jnp.searchsorted(ends, i, side="right", method="scan_unrolled").astype(jnp.int32)
 

@@ -105,6 +105,8 @@ def params(
             f"shape is {shape} and num_prefix_tokens {num_prefix_tokens}; accepted: sizes with "
             f"num_prefix_tokens + prod(shape) = N = {n}"
         )
+    if isinstance(n, int) and num_prefix_tokens > n:
+        raise ValueError(f"num_prefix_tokens is {num_prefix_tokens}; accepted: at most N = {n}")
     kind = _act(act, axis, len(x.shape), layout)
     if config is not None:
         _check_config(config, kind, d)

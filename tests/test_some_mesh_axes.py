@@ -1,0 +1,59 @@
+"""`axis_name=` in a `jax.shard_map` of some mesh axes; the others are automatic, or explicit."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_ops
+from tests.ops import cpu_mesh
+from tests.support import assert_close, random_array
+
+Rng = np.random.Generator
+OPS: dict[str, Callable[..., jax.Array]] = dict(
+    logcumsumexp=partial(pallas_ops.logcumsumexp, axis=1),
+    short_chunks=partial(pallas_ops.chunk_cumsum_decay, chunk_size=5),
+    long_chunks=partial(pallas_ops.chunk_cumsum_decay, chunk_size=16, reverse=True),
+    packed=partial(pallas_ops.chunk_cumsum_decay, chunk_size=5, cu_seqlens=np.array([1, 3, 12])),
+    softmax=lambda x, **kw: pallas_ops.lrpe_cosine(
+        x, jnp.ones((1, 2)), act="softmax", axis=1, **kw
+    ),
+)
+SPLIT = [(AxisType.Auto, P("y", "x")), (AxisType.Explicit, P("y", "x"))]
+SPLIT += [(AxisType.Explicit, P(None, "x", "y"))]
+
+
+@pytest.mark.parametrize(("kind", "spec"), SPLIT, ids=["auto", "explicit batch", "columns"])
+@pytest.mark.parametrize("name", OPS)
+def test_sequences_over_one_mesh_axis(rng: Rng, name: str, kind: AxisType, spec: P) -> None:
+    """With gradients; the other axis splits the batch, or columns."""
+    op, x, mesh = OPS[name], random_array(rng, (4, 16, 2)), cpu_mesh(kind)
+
+    def both(fn: Callable[..., jax.Array], x: Any) -> Any:
+        out, pull = jax.vjp(fn, x)
+        return out, *pull(jnp.sin(out))
+
+    want = jax.jit(partial(both, partial(op, implementation="xla")))(x)
+    mapped = jax.shard_map(
+        partial(op, axis_name="x"),
+        mesh=mesh,
+        in_specs=P(None, "x"),
+        out_specs=P(None, "x"),
+        axis_names={"x"},
+    )
+    with jax.set_mesh(mesh):
+        got = jax.jit(partial(both, mapped))(jax.device_put(x, NamedSharding(mesh, spec)))
+    assert_close(got, want, terms=16)
+
+
+def test_positions_of_all_shards_are_counted_in_32_bits() -> None:
+    sums = partial(pallas_ops.chunk_cumsum_decay, axis_name="x")
+    mapped = jax.shard_map(sums, mesh=cpu_mesh(), in_specs=P(None, "x"), out_specs=P(None, "x"))
+    with pytest.raises(ValueError, match="all shards have 2147483648 positions; accepted: at most"):
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((1, 2**31), "float32"))
