@@ -151,9 +151,8 @@ def _is_partitioned_otherwise() -> bool:
     `jax.numpy`, and gathers for a kernel what is split over the automatic axes. Where all mesh axes
     are explicit, arrays whose types say nothing are on every device.
     """
-    return is_partly_manual() or set(jax.sharding.get_abstract_mesh().axis_types) == {
-        AxisType.Explicit
-    }
+    types = set(jax.sharding.get_abstract_mesh().axis_types)
+    return is_partly_manual() or types == {AxisType.Explicit}
 
 
 def is_partly_manual() -> bool:

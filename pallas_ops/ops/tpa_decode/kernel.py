@@ -101,12 +101,7 @@ def _forward_kernel(
     queries, bq, score_scale = _load_queries(plan, tiles, aq_ref, bq_ref)
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
-
-    def ahead(i: Any) -> Any:
-        """The head factors of step i, if they are loaded during the step before."""
-        if not plan.prefetches_heads:
-            return None
-        return heads.sources(Keys(plan, i, limit), ak_ref, av_ref, i < stop)
+    ahead = partial(_ahead, plan, ak_ref, av_ref, stop, limit)
 
     def step(i: jax.Array, carry: Carry, *, all_valid: bool = False) -> Carry:
         loaded, states = carry
@@ -139,6 +134,13 @@ def _forward_kernel(
     _, states = lax.fori_loop(start, stop, step, carry)
     for rows, state in zip(tiles, states, strict=True):
         _store(plan, rows, state, out_ref, lse_ref)
+
+
+def _ahead(plan: Plan, ak_ref: Ref, av_ref: Ref, stop: Any, limit: Any, i: Any) -> Any:
+    """The head factors of step i, if they are loaded during the step before."""
+    if not plan.prefetches_heads:
+        return None
+    return heads.sources(Keys(plan, i, limit), ak_ref, av_ref, i < stop)
 
 
 def _add_values(
