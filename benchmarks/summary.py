@@ -20,6 +20,8 @@ PEERS = {
     "einsum": "jax.numpy with every product in bfloat16, jitted",
 }
 
+NOISE = "noise (2 %, or the sum of the two interquartile ranges)"
+
 NAMES = (
     "In names of tables: `axis1` sums along axis 1 of 3, others of logcumsumexp along the last; "
     "`padded` has -inf in up to a quarter of each row, on the left; in `wide` every tenth row "
@@ -141,7 +143,7 @@ def _times(one: Cell, other: Cell) -> tuple[float | None, float | None]:
 def _lost(reports: Sequence[Report]) -> str:
     found = losses(reports)
     if not found:
-        return "Nothing that was measured is faster than the default anywhere."
+        return f"Nothing that was measured is faster than the default by more than {NOISE}."
     rows = sum(len(table.rows) for report in reports for table in report.tables)
     lost = len({(loss.table.title, str(loss.row.point)) for loss in found})
     lines = [
@@ -155,10 +157,9 @@ def _lost(reports: Sequence[Report]) -> str:
         whose = f"{name} (ours)" if column.kernel else name
         lines.append([*place, digits(ours or 0), whose, digits(theirs or 0), f"{times:.3f}"])
     text = (
-        f"In {lost} of {rows} rows something is faster than the default by more than noise (2 %, "
-        "or the sum of the two interquartile ranges): another launch of our kernel (ours), or "
-        "another function. Functions whose products are rounded, or "
-        "that compute less, are listed with the others; the pages say what each is."
+        f"In {lost} of {rows} rows something is faster than the default by more than {NOISE}: "
+        "another launch of our kernel (ours), or another function. Functions whose products are "
+        "rounded, or that compute less, are listed with the others; the pages say what each is."
     )
     return f"{text}\n\n{aligned(lines, texts=4)}"
 

@@ -11,7 +11,8 @@ class Residuals(enum.StrEnum):
     """What the ops save for their gradients besides their arguments: small arrays, by name.
 
     Under `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*Residuals))` no
-    forward kernel runs a second time. chunk_cumsum_decay saves nothing and so has no name.
+    forward kernel runs a second time, but that of chunk_cumsum_decay if its scale is an array: its
+    sums are not small, and have no name.
     """
 
     LOGCUMSUMEXP = _logcumsumexp.RESIDUALS

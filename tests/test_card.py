@@ -121,7 +121,7 @@ def both(fn: Callable[..., Any]) -> Callable[..., Any]:
         for case in CASES
     ],
 )
-@pytest.mark.filterwarnings("ignore:tpa_decode runs as jax.numpy")
+@pytest.mark.filterwarnings("ignore:tpa_decode.* runs as jax.numpy")
 def test_forward_and_gradient_compile(name: str, case: str) -> None:
     """Without a refusal of shared memory, and without spills (a few bytes are none).
 
@@ -148,7 +148,7 @@ SM_100 = [
 
 
 @pytest.mark.parametrize("xs", SM_100)
-@pytest.mark.filterwarnings("ignore:tpa_decode runs as jax.numpy")
+@pytest.mark.filterwarnings("ignore:tpa_decode.* runs as jax.numpy")
 def test_tiles_fit_in_the_memories_of_sm_100(xs: tuple[Struct, ...]) -> None:
     """Its tensor cores keep results in a memory of their own, and operands in shared memory."""
     with h200.instead("NVIDIA B200"):
@@ -159,6 +159,7 @@ def unfactored(aq: Any, ak: Any, av: Any, bk: Any, bv: Any) -> jax.Array:
     return pallas_ops.tpa_decode(aq, ak, av, None, bk, bv)
 
 
+@pytest.mark.filterwarnings("ignore:tpa_decode_backward runs as jax.numpy")
 def test_ranks_fit_in_shared_memory() -> None:
     """A gradient of three ranks without bq, and a q that is formed of four queries of 64 ranks."""
     _, ak, av, _, bk, bv = factors(2, 500, 8, 1, 128, ranks=3, dtype="float16")
@@ -199,8 +200,19 @@ def assert_runs_as_jax_numpy(fn: Callable[..., Any], xs: Any, kind: str, told: s
 
 def test_what_no_card_fits_runs_as_jax_numpy() -> None:
     xs = factors(2, 64, 32, 16, 256, dtype="float32")
-    told = "tpa_decode has no kernel for float32 of R=16, Rk=1, Rv=1, D=256, E=256 on NVIDIA L4 "
-    assert_runs_as_jax_numpy(pallas_ops.tpa_decode, xs, "NVIDIA L4", f"{told}.* 101376 bytes")
+    told = "tpa_decode has no kernel for float32 of H=32, R=16, Rk=1, Rv=1, D=256, E=256 on NVIDIA "
+    assert_runs_as_jax_numpy(pallas_ops.tpa_decode, xs, "NVIDIA L4", f"{told}L4.* 101376 bytes")
+
+
+def test_a_gradient_that_does_not_fit_runs_as_jax_numpy() -> None:
+    xs = factors(2, 64, 300, 1, 16)
+    told = "tpa_decode_backward has no kernel for bfloat16 of H=300"
+    with pytest.warns(UserWarning, match=f"tpa_decode_backward runs as jax.numpy: {told}"):
+        program = h200.compile_for_h200(both(pallas_ops.tpa_decode), *xs)
+    assert {"pallas_ops_tpa_decode"} <= {kernel.name for kernel in program.kernels}
+    strict = both(partial(pallas_ops.tpa_decode, implementation="triton"))
+    with pytest.raises(ValueError, match=f"{told}.*{NONE}"):
+        h200.lower_for_h200(strict, *xs)
 
 
 @every_op

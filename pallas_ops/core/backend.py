@@ -4,11 +4,12 @@ Without it the package imports, and the references run.
 """
 
 import importlib
+import warnings
 from typing import Any
 
 import jax
 
-__all__ = ("NoKernelError", "plgpu", "require")
+__all__ = ("NoKernelError", "fall_back", "plgpu", "require")
 
 
 class NoKernelError(ValueError):
@@ -17,6 +18,13 @@ class NoKernelError(ValueError):
     def __init__(self, reason: str, hint: str = "") -> None:
         accepted = f"accepted: implementation=None or 'xla', which run jax.numpy{hint}"
         super().__init__(f"{reason}; {accepted}")
+
+
+def fall_back(name: str, implementation: str | None, error: NoKernelError) -> None:
+    """Warns that jax.numpy runs; where the kernel was asked for, raises."""
+    if implementation is not None:
+        raise error
+    warnings.warn(f"{name} runs as jax.numpy: {error}", stacklevel=2)
 
 
 try:

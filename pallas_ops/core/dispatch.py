@@ -8,7 +8,6 @@ function serves, and exports for, every platform.
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -164,9 +163,7 @@ def _lower_for_cuda(*xs: jax.Array, bound: Bound) -> tuple[jax.Array, ...]:
     try:
         return bound.kernel(*xs)
     except backend.NoKernelError as error:
-        if bound.implementation is not None:
-            raise
-        warnings.warn(f"{bound.op.name} runs as jax.numpy: {error}", stacklevel=1)
+        backend.fall_back(bound.op.name, bound.implementation, error)
         return bound.reference(*xs)
 
 

@@ -47,14 +47,14 @@ def tpa_decode(
 
         out = softmax(scale * q k^T) v
 
-    and neither k nor v is materialised for less than some 50 queries. Query n of N is token
+    and neither k nor v is materialised, except for many queries (below). Query n of N is token
     length - N + n of the cache: it sees keys m < length - (N - 1 - n).
 
     Computed in float32 and returned in the dtype of aq; nothing else is rounded to 16 bits. In
     tensor-core products a float32 side keeps 16 significant bits or more, and 21 where scores are
     made for the log-sum-exp. Gradients take a block of queries at a time, form keys and values from
-    some 50 queries on (100 of one rank), or are the reference's derivative where not even one query
-    fits the card (more than 256 heads, wide float32 factors).
+    256 queries of one rank on (64 of two), or are the reference's derivative, with a warning, where
+    not even one query fits the card (more than 256 heads, wide float32 factors).
 
     Args:
       aq: query head factors [B, N, H, R]; bfloat16, float16, float32 (float64 runs the reference).
@@ -86,7 +86,7 @@ def tpa_decode(
         bits, from some hundred queries on, without `window` and `batch_invariant`, k and v are
         formed and cuDNN attends to them (at most four times the error of rounding q, k and v), and
         has the gradient, without `lengths` and log-sum-exp.
-        Also a `jax.lax.Precision`; jax.numpy always computes in float32.
+        Also `jax.lax.Precision.HIGHEST` or `.DEFAULT`; jax.numpy always computes in float32.
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
         the other rows are. The keys are then divided into parts of 512, and not by what fills the
         card (1.1 to 1.3 times the default's time on an H200). jax.numpy promises it on a CPU only:

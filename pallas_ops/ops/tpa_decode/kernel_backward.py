@@ -18,12 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core import card
-from pallas_ops.core.backend import plgpu
+from pallas_ops.core.backend import fall_back, plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.tpa_decode import heads, reference
-from pallas_ops.ops.tpa_decode.choose import choose_backward
+from pallas_ops.ops.tpa_decode.choose import choose_backward, no_kernel
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.heads import join_ranks, split_ranks
 from pallas_ops.ops.tpa_decode.keys import Keys, even_split, key_range
@@ -39,6 +39,8 @@ def one_pass(o: Operands, p: Params, at_once: int | None = None) -> tuple[jax.Ar
     s = Sizes.of(o, p)
     config = choose_backward(s, card.current(), at_once or 1)
     if config is None:
+        error = no_kernel("tpa_decode_backward", s, card.current())
+        fall_back("tpa_decode_backward", p.implementation, error)
         return reference.backward(*o, p=p)
     plan = Plan(s, config, p, backward=True)
     f = plan.flattened(o)
