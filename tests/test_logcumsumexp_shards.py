@@ -190,6 +190,18 @@ def test_second_derivatives_and_vmap(rng: Rng, implementation: Any) -> None:
     assert_close(second(fn)(placed), second(fn)(x), terms=64)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_second_derivatives_of_kernels(rng: Rng, reverse: bool) -> None:
+    """The gradients of an output add up to 1, whatever x is. Kernels choose pivots of their own."""
+    fn = partial(
+        pallas_ops.logcumsumexp, axis_name="x", reverse=reverse, implementation="interpret"
+    )
+    over = shards.mapped(fn, shards.line(4), P("x"), P("x"))
+    first = jax.grad(lambda x: over(x).sum())
+    second = jax.jit(jax.grad(lambda x: first(x).sum()))(random_array(rng, (64,)))
+    assert jnp.abs(second).max() < 1e-5
+
+
 def test_explicit_types(rng: Rng) -> None:
     """Results and gradients are split as x is."""
     mesh, xs = shards.line(8, AxisType.Explicit), arguments(rng, (2, 24, 3), 1)

@@ -118,6 +118,7 @@ SHAPES = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:tpa_decode_backward runs as jax.numpy")
 @pytest.mark.parametrize("settings", SHAPES)
 def test_any_shape_compiles(settings: dict[str, Any]) -> None:
     """A gradient whose rows do not fit in shared memory at once is the reference's."""

@@ -177,6 +177,12 @@ def test_no_exchange_is_larger_than_the_sums(
         assert any(".entry pallas_ops_lrpe_cosine" in text for text in program.ptx)
 
 
+def test_shards_of_nothing() -> None:
+    fn: Any = partial(pallas_ops.lrpe_cosine, act="softmax", axis=1, axis_name="x")
+    over = shards.mapped(fn, shards.line(4), (spec(), P()), spec())
+    assert over(jnp.ones((2, 0, 3, 4)), jnp.ones((1, 4))).shape == (2, 0, 3, 8)
+
+
 def test_names_that_are_refused() -> None:
     with pytest.raises(ValueError, match="axis_name is 'z'; accepted: None, or a mesh axis of the"):
         pallas_ops.lrpe_cosine(jnp.ones((2, 8, 1, 4)), jnp.ones((1, 4)), axis_name="z")

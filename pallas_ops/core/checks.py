@@ -52,10 +52,10 @@ def array(name: str, value: Any) -> jax.Array:
         return value
     try:
         x = jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{shown(name, value)}; accepted: an array, or numbers that jax.numpy.asarray takes"
-        ) from None
+        ) from error
     if jnp.issubdtype(x.dtype, jnp.integer) and getattr(value, "dtype", None) != x.dtype:
         limits = jnp.iinfo(x.dtype)
         if is_beyond(value, limits.min, limits.max):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_ops.core import dispatch, shards
 from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op, Run
@@ -53,7 +53,8 @@ def _differentiable(bound: Bound) -> Run:
         return tuple(_vmapped(bound)(*xs))
 
     def forward(*xs: jax.Array) -> tuple[Any, Arrays]:
-        return run(*xs), xs
+        # The derivative of a total is that of the total below the same pivot.
+        return (_reference(bound, *xs) if bound.op.has_pairs else run(*xs)), xs
 
     def backward(xs: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
         outs, pull = jax.vjp(partial(_reference, bound), *xs)
@@ -114,7 +115,7 @@ def _partitioned(bound: Bound) -> Run:
     def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
         split = split_in(mesh, operands)
         results, arguments = (shardings(mesh, split, axes) for axes in (outs, ins))
-        return mesh, _per_device(bound, split), results, arguments
+        return mesh, _outside_of_meshes(_per_device(bound, split)), results, arguments
 
     def infer(mesh: Mesh, operands: Any, _: Any) -> Any:
         return shardings(mesh, split_in(mesh, operands), outs)
@@ -128,6 +129,20 @@ def _partitioned(bound: Bound) -> Run:
         need_replication_factors=tuple(a for a in names if a in bound.op.unsharded),
     )
     return wrapped
+
+
+def _outside_of_meshes(run: Run) -> Run:
+    """`run` without the axes of the mesh that is set (explicit ones, within `auto_axes`).
+
+    JAX would write them into what one device computes, where XLA partitions no more.
+    """
+
+    def lowered(*xs: jax.Array) -> tuple[jax.Array, ...]:
+        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            return run(*xs)
+
+    return lowered
 
 
 def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:

@@ -88,7 +88,7 @@ def forward(o: Operands, *, p: Params, save: bool = False) -> tuple[jax.Array, .
 def softmax(o: Operands, *, p: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of the sequence's softmax [B, H, D]."""
     axis, x = p.tokens_axis, o.x.astype(wide(o.x.dtype))
-    pivot = stop_gradient(jnp.maximum(x.max(axis=axis), jnp.finfo(x.dtype).min))
+    pivot = stop_gradient(x.max(axis=axis, initial=jnp.finfo(x.dtype).min))
     return pivot, jnp.exp(x - jnp.expand_dims(pivot, axis)).sum(axis=axis)
 
 
