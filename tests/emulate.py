@@ -7,8 +7,11 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import hashlib
 import importlib
+import json
 import os
+import pathlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -89,13 +92,29 @@ def _compiled(kernel: Callable[..., Any], operands: Any) -> tuple[ptx.Program, t
         lowered = h200.lower_for_h200(kernel, *operands)
         text = lowered.as_text()
         if text not in _PROGRAMS:
-            _PROGRAMS[text] = _parsed(h200.compile_lowered(lowered))
+            kernel_text, grid = _kept(text, lambda: _text_and_grid(h200.compile_lowered(lowered)))
+            _PROGRAMS[text] = ptx.parse(kernel_text), tuple(grid)
     return _PROGRAMS[text]
 
 
-def _parsed(compiled: h200.Program) -> tuple[ptx.Program, tuple[int, ...]]:
+def _kept(text: str, compiled: Callable[[], Any]) -> Any:
+    """What `compiled` returns, kept for the next run beside the programs that JAX keeps."""
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if folder is None:
+        return compiled()
+    key = hashlib.sha256(f"{jax.__version__} {text}".encode()).hexdigest()
+    path = pathlib.Path(folder, f"{key}.json")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")  # workers may write at the same time
+        own.write_text(json.dumps(compiled()))
+        own.replace(path)
+    return json.loads(path.read_text())
+
+
+def _text_and_grid(compiled: h200.Program) -> tuple[str, tuple[int, ...]]:
     """The one kernel of Pallas, and its grid."""
     (text,) = (x for x in compiled.ptx if re.search(r"\.entry pallas_ops", x))
     grid = re.search(r"grid_x = (\d+) .*?grid_y = (\d+) .*?grid_z = (\d+) ", compiled.hlo)
     assert grid is not None
-    return ptx.parse(text), tuple(map(int, grid.groups()))
+    return text, tuple(map(int, grid.groups()))

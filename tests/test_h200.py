@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.sharding import PartitionSpec as P
 
-from tests import h200
+from tests import emulate, h200
 
 
 def _gram_kernel(x_ref: Any, out_ref: Any) -> None:
@@ -34,6 +35,21 @@ def _call(kernel: Callable[..., None], n: int, num_warps: int, x: jax.Array) -> 
         out_shape=jax.ShapeDtypeStruct((n, n), x.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
     )(x)
+
+
+def test_ptx_is_kept_by_the_text_that_it_was_compiled_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "new"))
+    compiled: list[str] = []
+
+    def ptx(text: str) -> list[str]:
+        compiled.append(text)
+        return [text.upper()]
+
+    for text in ("one", "two", "one"):
+        assert emulate._kept(text, functools.partial(ptx, text)) == [text.upper()]
+    assert compiled == ["one", "two"]
 
 
 @pytest.mark.slow

@@ -48,7 +48,9 @@ class Op:
     summed: tuple[str, ...] | None = None  # per result: axes whose shards hold partial sums
     added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): only the axis' first shard adds
     shards: tuple[str, Run] | None = None
-    has_pairs: bool = False  # results (pivot, total), of which kernel and reference choose the pivot
+    has_pairs: bool = (
+        False  # results (pivot, total), of which kernel and reference choose the pivot
+    )
 
 
 @dataclasses.dataclass(frozen=True)
