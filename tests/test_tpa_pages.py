@@ -34,7 +34,7 @@ TABLES = [
     dict(size=7, pages=9, h=34, rk=2, rv=1),
     dict(size=128, pages=1, h=47, rk=2, rv=2),
     dict(size=32, pages=3, full=True, window=40),
-    dict(size=16, pages=7, b=3, h=78, rk=2, rv=2, window=70),  # two tiles look pages up ahead
+    dict(size=16, pages=7, b=3, h=78, rk=2, rv=2, window=70),  # two tiles
     dict(size=24, pages=4, h=66),
 ]
 
