@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -15,6 +16,7 @@ import pallas_ops
 from pallas_ops.core import card
 from tests.ops import OPS, TERMS, TestedOp, compiled, cpu_mesh, every_op, random_weights
 from tests.support import assert_close, kernel_implementation, random_array, value_and_vjp
+from tests.tpa_decode import factors, loop
 
 KERNEL = kernel_implementation()
 Rng = np.random.Generator
@@ -59,6 +61,17 @@ def test_export_of_open_sizes_runs_the_reference(
     assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
     with pytest.raises(ValueError, match="is 'triton', whose kernel does not take symbolic sizes"):
         jax.export.export(jax.jit(partial(op.fn, implementation="triton")))(*structs)
+
+
+def test_scales_of_open_sizes_have_all_digits(rng: Rng) -> None:
+    with jax.enable_x64(True):
+        xs = tuple(x.astype(jnp.float64) for x in factors(rng, r=5, d=7))
+        aq, ak, av, bq, bk, bv = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
+        r, d = jax.export.symbolic_shape("r, d")
+        aq, bq = aq.update(shape=(2, 1, 3, r)), bq.update(shape=(2, 1, r, d))
+        bk = bk.update(shape=(2, 40, d))
+        exported = jax.export.export(jax.jit(pallas_ops.tpa_decode))(aq, ak, av, bq, bk, bv)
+        assert_close(exported.call(*xs), loop(xs, [40, 40])[0])
 
 
 def chunks_of(size: int | None, **options: Any) -> Any:

@@ -171,7 +171,7 @@ def prepare(
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
     options = window, batch_invariant, names, implementation, config, precision
     sizes, params = refusals.static(Operands(*map(checks.signature, o)), *options)
-    both = reference.scales(sizes, given)
+    both = reference.scales(sizes, given, dtype)
     (score, score_array), (value, value_array) = (
         (1.0, x) if isinstance(x, jax.Array) else (x, None) for x in both
     )

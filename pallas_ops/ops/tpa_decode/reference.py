@@ -24,18 +24,25 @@ def _einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(formula, x, y, precision="highest", preferred_element_type=wide(x.dtype))
 
 
-def scales(sizes: Sequence[int], given: Sequence[Scale | None]) -> tuple[Scale, Scale]:
-    """scale * scale_q * scale_k, and scale_v; by default D**-0.5 / (R Rk), and 1 / Rv."""
-    d, r, rk, rv = map(_size, sizes)
+def scales(sizes: Sequence[int], given: Sequence[Scale | None], dtype: Any) -> tuple[Scale, Scale]:
+    """scale * scale_q * scale_k, and scale_v; by default D**-0.5 / (R Rk), and 1 / Rv.
+
+    Raises:
+      ValueError: if numbers have a product that `dtype` does not hold.
+    """
+
+    def size(x: Any) -> Any:
+        """At least 1; a symbolic one (jax.export) as an array."""
+        return max(x, 1) if isinstance(x, int) else jnp.asarray(x, dtype)
+
+    d, r, rk, rv = map(size, sizes)
     defaults = d**-0.5, 1 / r, 1 / rk, 1 / rv
     pairs = zip(given, defaults, strict=True)
     scale, query, key, value = (default if x is None else x for x, default in pairs)
-    return scale * query * key, value
-
-
-def _size(x: Any) -> Any:
-    """A size, at least 1; a symbolic one (jax.export) as an array."""
-    return max(x, 1) if isinstance(x, int) else jnp.asarray(x, jnp.float32)
+    product = scale * query * key
+    if isinstance(product, float) and abs(product) > float(jnp.finfo(dtype).max):
+        raise ValueError(f"scale * scale_q * scale_k is {product:g}; accepted: a finite number")
+    return product, value
 
 
 def as_int32(x: jax.Array) -> jax.Array:
