@@ -91,21 +91,6 @@ def test_references_keep_explicit_types(
     assert_sharded((got,), ("b n h d",), mesh, layout)
 
 
-@pytest.mark.parametrize("implementation", [None, "interpret"])
-def test_all_axes_made_automatic(rng: Rng, implementation: Any) -> None:
-    """By `auto_axes`, the way out of explicit axes."""
-    fn: Any = partial(pallas_ops.logcumsumexp, axis=1, implementation=implementation)
-    loss: Any = lambda fn, x: jnp.square(fn(x)).sum()  # noqa: E731
-    mesh, x = cpu_mesh(AxisType.Explicit), random_array(rng, (4, 8, 4))
-    want = jax.jit(jax.value_and_grad(partial(loss, fn)))(x)
-    with jax.set_mesh(mesh):
-        (x,) = place(mesh, (x,), ("b n d",), {"b": "x", "n": "y"})
-        out = jax.typeof(x).sharding.spec
-        automatic = jax.sharding.auto_axes(fn, out_sharding=out)
-        got = jax.jit(jax.value_and_grad(partial(loss, automatic)))(x)
-    assert_close(got, want, terms=TERMS)
-
-
 def attend(q: jax.Array, a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
     return pallas_ops.tpa_decode(q, a, a, None, b, b, **options)
 

@@ -1,4 +1,4 @@
-"""`axis_name=` in a `jax.shard_map` of some mesh axes; the others are automatic, or explicit."""
+"""Meshes of which some axes are automatic, explicit or manual: `axis_name=`, and `auto_axes`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -57,3 +57,17 @@ def test_positions_of_all_shards_are_counted_in_32_bits() -> None:
     mapped = jax.shard_map(sums, mesh=cpu_mesh(), in_specs=P(None, "x"), out_specs=P(None, "x"))
     with pytest.raises(ValueError, match="all shards have 2147483648 positions; accepted: at most"):
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((1, 2**31), "float32"))
+
+
+@pytest.mark.parametrize("implementation", [None, "interpret"])
+def test_all_axes_made_automatic(rng: Rng, implementation: Any) -> None:
+    """By `auto_axes`, the way out of explicit axes."""
+    fn: Any = partial(pallas_ops.logcumsumexp, axis=1, implementation=implementation)
+    loss: Any = lambda fn, x: jnp.square(fn(x)).sum()  # noqa: E731
+    mesh, x = cpu_mesh(AxisType.Explicit), random_array(rng, (4, 8, 4))
+    want = jax.jit(jax.value_and_grad(partial(loss, fn)))(x)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P("x", "y")))
+        automatic = jax.sharding.auto_axes(fn, out_sharding=P("x", "y"))
+        got = jax.jit(jax.value_and_grad(partial(loss, automatic)))(x)
+    assert_close(got, want)
