@@ -209,7 +209,7 @@ def test_a_gradient_that_does_not_fit_runs_as_jax_numpy() -> None:
     told = "tpa_decode_backward has no kernel for bfloat16 of H=300"
     with pytest.warns(UserWarning, match=f"tpa_decode_backward runs as jax.numpy: {told}"):
         program = h200.compile_for_h200(both(pallas_ops.tpa_decode), *xs)
-    assert {"pallas_ops_tpa_decode"} <= {kernel.name for kernel in program.kernels}
+    assert "pallas_ops_tpa_decode" in [kernel.name for kernel in program.kernels]
     strict = both(partial(pallas_ops.tpa_decode, implementation="triton"))
     with pytest.raises(ValueError, match=f"{told}.*{NONE}"):
         h200.lower_for_h200(strict, *xs)

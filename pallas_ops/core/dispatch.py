@@ -37,6 +37,9 @@ class Op:
     `shards` is an axis, and what one of its shards does, which may exchange small arrays with the
     others: a function `of_shard(run, mesh_axes, *operands, **static)`, which gives the shard's part
     of the results. `run(op, *operands, **static)` is a call on the arrays of the shard alone.
+
+    `has_pairs`: among the results are pairs (pivot, total), for which kernel and reference may
+    choose different pivots.
     """
 
     name: str
@@ -48,9 +51,7 @@ class Op:
     summed: tuple[str, ...] | None = None  # per result: axes whose shards hold partial sums
     added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): only the axis' first shard adds
     shards: tuple[str, Run] | None = None
-    has_pairs: bool = (
-        False  # results (pivot, total), of which kernel and reference choose the pivot
-    )
+    has_pairs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,7 @@ def _differentiable(bound: Bound) -> Run:
         return tuple(_vmapped(bound)(*xs))
 
     def forward(*xs: jax.Array) -> tuple[Any, Arrays]:
-        # The derivative of a total is that of the total below the same pivot.
+        # The reference's derivative of a total holds for the reference's pivot.
         return (_reference(bound, *xs) if bound.op.has_pairs else run(*xs)), xs
 
     def backward(xs: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
@@ -134,7 +134,8 @@ def _partitioned(bound: Bound) -> Run:
 def _outside_of_meshes(run: Run) -> Run:
     """`run` without the axes of the mesh that is set (explicit ones, within `auto_axes`).
 
-    JAX would write them into what one device computes, where XLA partitions no more.
+    JAX would annotate one device's program with shardings over them, and XLA, which has partitioned
+    already, cannot compile such annotations.
     """
 
     def lowered(*xs: jax.Array) -> tuple[jax.Array, ...]:

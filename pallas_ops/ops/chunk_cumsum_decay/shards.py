@@ -48,7 +48,7 @@ def accumulate(
     part = _sum_of_last(x, _reach(params, edges, end)[0], width, params)
     reach, spans = _reach(params, edges, begin)
     if size <= n and len(axis_name) == 1:  # `ppermute` orders several as the mesh has them
-        # A ring, as `jax.vmap` asks for; what goes round its end is 0.
+        # A ring, as `jax.vmap` takes no partial permutation. The last shard sends 0 to the first.
         count = lax.axis_size(axis_name)
         pairs = [(i, (i + 1) % count) for i in range(count)]
         pairs = [pair[::-1] for pair in pairs] if params.reverse else pairs
