@@ -12,16 +12,15 @@ from jax.export import DisabledSafetyCheck as _DisabledSafetyCheck
 from pallas_ops import reference
 from pallas_ops.core.backend import plgpu as _plgpu
 from pallas_ops.core.card import target_gpu
-from pallas_ops.ops.chunk_cumsum_decay import ChunkCumsumDecayConfig, chunk_cumsum_decay
-from pallas_ops.ops.logcumsumexp import LogcumsumexpConfig, logcumsumexp, logcumsumexp_with_state
-from pallas_ops.ops.lrpe_cosine import LrpeCosineConfig, lrpe_cosine, md_lrpe_cosine
-from pallas_ops.ops.tpa_decode import (
-    TpaDecodeConfig,
-    quantize_tpa_factors,
-    tpa_append,
-    tpa_decode,
-    tpa_decode_with_lse,
-)
+from pallas_ops.ops.chunk_cumsum_decay.api import chunk_cumsum_decay
+from pallas_ops.ops.chunk_cumsum_decay.config import ChunkCumsumDecayConfig
+from pallas_ops.ops.logcumsumexp.api import logcumsumexp, logcumsumexp_with_state
+from pallas_ops.ops.logcumsumexp.config import LogcumsumexpConfig
+from pallas_ops.ops.lrpe_cosine.api import lrpe_cosine, md_lrpe_cosine
+from pallas_ops.ops.lrpe_cosine.config import LrpeCosineConfig
+from pallas_ops.ops.tpa_decode.api import tpa_decode, tpa_decode_with_lse
+from pallas_ops.ops.tpa_decode.cache import quantize_tpa_factors, tpa_append
+from pallas_ops.ops.tpa_decode.config import TpaDecodeConfig
 from pallas_ops.residuals import Residuals
 
 __all__ = (

@@ -49,7 +49,7 @@ FAULTS = {
         "ops/lrpe_cosine/activation.py", "(1 + x * (1 - s))", "(1 + x * s)"
     ),
     "keys that do not count are loaded as they are": Fault(
-        "ops/tpa_decode/keys.py", "exists & (rank < ranks)", "exists"
+        "ops/tpa_decode/keys.py", "        exists &= rank < ranks\n", ""
     ),
     "a window of one key more": Fault(
         "ops/tpa_decode/keys.py", ">= last - window)", ">= last - window - 1)"

@@ -127,6 +127,13 @@ def test_config_refuses(change: dict[str, Any], message: str) -> None:
         LogcumsumexpConfig(**({"block_n": 4} | change))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_clip_beyond_the_largest_number_clips_nothing(implementation: Any) -> None:
+    x = jnp.array([np.inf, 1.0, -np.inf, 2.0], jnp.float32)
+    run = partial(pallas_ops.logcumsumexp, reverse=True, implementation=implementation)
+    assert_close(run(x, clip=1e300), run(x))
+
+
 # Config
 
 

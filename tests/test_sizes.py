@@ -16,6 +16,7 @@ import pallas_ops
 from pallas_ops.core import launch
 from pallas_ops.core.card import H200
 from pallas_ops.core.implementations import LONGEST
+from pallas_ops.core.tiles import split_evenly
 from pallas_ops.ops.chunk_cumsum_decay import config as chunks
 from pallas_ops.ops.logcumsumexp import config as logcumsumexp
 from pallas_ops.ops.lrpe_cosine import config as lrpe_config
@@ -177,7 +178,7 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         rank_query = i // plan.head_blocks * c.block_n + rank_query
         same(rows.rank_query * s.r + rows.rank, rank_query * s.r + rank, rank_query < n)
         blocks = -(-m // c.block_m)
-        start, stop = tpa_keys.even_split(jnp.int32(split), c.num_splits, jnp.int32(blocks))
+        start, stop = split_evenly(jnp.int32(blocks), c.num_splits, jnp.int32(split))
         ends = [(split + j) * blocks // c.num_splits for j in (0, 1)]
         assert [int(start), int(stop)] == ends
         order = np.asarray(tpa_keys.Keys(plan, jnp.int32(0), m).index, object)
@@ -188,7 +189,7 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         entry = (2 * order[:, None] + np.arange(2)).reshape(-1)
         inside = (begin + order < m).repeat(2)
         same(keys.entries(2)[0], 2 * begin + entry, inside)
-        same(keys.entries_of_block(2)[0], entry, inside)
+        same(keys.entries(2, of_block=True)[0], entry, inside)
 
 
 @pytest.mark.parametrize("size", [16, 48, 128, 2**20])

@@ -53,10 +53,16 @@ def test_sequences_over_one_mesh_axis(rng: Rng, name: str, kind: AxisType, spec:
 
 
 def test_positions_of_all_shards_are_counted_in_32_bits() -> None:
-    sums = partial(pallas_ops.chunk_cumsum_decay, axis_name="x")
-    mapped = jax.shard_map(sums, mesh=cpu_mesh(), in_specs=P(None, "x"), out_specs=P(None, "x"))
-    with pytest.raises(ValueError, match="all shards have 2147483648 positions; accepted: at most"):
-        jax.eval_shape(mapped, jax.ShapeDtypeStruct((1, 2**31), "float32"))
+    sums: Any = partial(pallas_ops.chunk_cumsum_decay, axis_name="x")
+
+    def decode(x: jax.Array) -> jax.Array:
+        aq = x[:, :1, :, None]
+        return pallas_ops.tpa_decode(aq, x, x, None, x, x, window=9, axis_name="x")
+
+    for fn, shape in (sums, (1, 2**31)), (decode, (1, 2**31, 1)):
+        mapped = jax.shard_map(fn, mesh=cpu_mesh(), in_specs=P(None, "x"), out_specs=P(None, "x"))
+        with pytest.raises(ValueError, match="all shards have 2147483648 positions; accepted: at"):
+            jax.eval_shape(mapped, jax.ShapeDtypeStruct(shape, "float32"))
 
 
 @pytest.mark.parametrize("implementation", [None, "interpret"])

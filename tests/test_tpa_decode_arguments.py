@@ -45,6 +45,7 @@ REFUSED = [
     (dict(scale="1"), TypeError, r"scale is '1'; accepted: None, a real number"),
     (dict(scale_q=np.nan), ValueError, "scale_q is nan; accepted: None or a finite number"),
     (dict(scale=1e30, scale_q=1e30), ValueError, r"scale \* scale_q \* scale_k is 1e\+60; acc"),
+    (dict(scale=1, scale_q=3e38, scale_k=1), ValueError, r"3e\+38; accepted: at most 2.35866e"),
     (dict(scale_k=10**400), ValueError, "accepted: None or a finite number"),
     (dict(scale_v=np.inf), ValueError, "scale_v is inf; accepted: None or a finite number"),
     (dict(bv=None), TypeError, "bv is None; accepted: an array"),

@@ -1,5 +1,6 @@
 """tpa_decode: laws, and what is left of it at sizes 0."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 
 import pallas_ops
-from tests.support import assert_close, kernel_implementation
+from pallas_ops.core import launch
+from pallas_ops.ops.tpa_decode.merge import merge
+from tests.h200 import compile_for_h200
+from tests.support import assert_close, kernel_implementation, random_array
 from tests.tpa_decode import both, factors
 
 KERNEL = kernel_implementation()
@@ -60,3 +64,16 @@ def test_an_axis_of_size_zero(rng: Rng, axis: str) -> None:
         assert (np.asarray(lse) == -np.inf).all()
     if axis in "rd":  # every score is 0
         assert_close(lse, np.full(lse.shape, np.log(4.0)))
+
+
+def test_more_splits_are_merged_than_a_program_has_threads(rng: Rng) -> None:
+    out, lse = random_array(rng, (1, 3000, 2, 3)), random_array(rng, (1, 3000, 2))
+    with launch.interpreted(True):
+        merged, total = merge(out, lse, "float32", 4096)
+    weight = np.exp(np.asarray(lse, np.float64))
+    want = (np.asarray(out, np.float64) * weight[..., None]).sum(axis=1) / weight.sum(axis=1)[
+        ..., None
+    ]
+    assert_close((merged, total), (want, np.log(weight.sum(axis=1))), terms=3000)
+    program = compile_for_h200(partial(merge, out_dtype="float32", block=4096), out, lse)
+    assert ".reqntid 512" in program.ptx[0]

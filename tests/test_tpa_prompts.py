@@ -10,7 +10,7 @@ import pytest
 
 import pallas_ops
 from pallas_ops.core import launch
-from pallas_ops.ops.tpa_decode import prompt, prompt_backward
+from pallas_ops.ops.tpa_decode import formed, prompt, prompt_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig
 from tests import cudnn, h200
 
@@ -75,3 +75,34 @@ def test_gradients_of_a_prompt_take_less_memory_than_materialised_ones(precision
 
     got = bytes_of(partial(pallas_ops.tpa_decode, precision=precision))
     assert got < 0.6 * bytes_of(pallas_ops.reference.tpa_decode_naive)
+
+
+def test_a_group_of_sequences_goes_the_way_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN has the gradient of 37 sequences of 1,023 tokens, though not of one alone."""
+    cudnn.instead(monkeypatch)
+    monkeypatch.setattr(formed, "AT_ONCE", 1)
+    n, m = 51, 1023
+
+    def operands(b: int) -> Operands:
+        shapes = dict(aq=(b, n, 64, 64), ak=(b, m, 1, 64), av=(b, m, 1, 64), bk=(b, m, 1, 64))
+        shapes |= dict(bv=(b, m, 1, 64), out=(b, n, 64, 64), dout=(b, n, 64, 64))
+        of_rows = dict(lse=jax.ShapeDtypeStruct((b, n, 64), jnp.float32))
+        return Operands(
+            **{k: jax.ShapeDtypeStruct(x, jnp.bfloat16) for k, x in shapes.items()}, **of_rows
+        )
+
+    calls = []
+    gradients = prompt_backward.CUDNN_BACKWARD.bind
+
+    def bind(*xs: Any, **options: Any) -> Any:
+        calls.append(xs)
+        return gradients(*xs, **options)
+
+    monkeypatch.setattr(prompt_backward.CUDNN_BACKWARD, "bind", bind)
+    p = Params(precision="default", has_lse=False)
+    with launch.interpreted(True):
+        assert prompt_backward.has_gradient(operands(37), p)
+        assert not prompt_backward.has_gradient(operands(1), p)
+        grads = jax.eval_shape(partial(formed.backward, p=p), operands(37))
+    assert [x.shape for x in grads] == [x.shape for x in operands(37)[:6] if x is not None]
+    assert [xs[0].shape[:2] for xs in calls] == [(1, 52)] * 2

@@ -47,3 +47,14 @@ def reference_instead(implementation: Implementation | None, of: str) -> Impleme
             "accepted: None or 'xla'"
         )
     return "xla"
+
+
+def length(size: Any, num_shards: int) -> Any:
+    """The positions of all shards, which an int32 must count; they may be symbolic."""
+    length = size * num_shards
+    if num_shards > 1 and isinstance(length, int) and length > LONGEST:
+        raise ValueError(
+            f"axis_name is given, and all shards have {length} positions; accepted: at most "
+            f"{LONGEST}"
+        )
+    return length

@@ -51,12 +51,11 @@ def _added_up(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool) -> Pair:
     """The sum before each segment: the program loads all totals of its columns and adds them up."""
     (row, column, own), there = _own(ranges)
     count = ranges.view.s.count
-    at = jnp.broadcast_arrays(row[..., None], column[..., None], span(power_of_two(count)))
-    number, own = at[2], own[..., None]
+    number, own = span(power_of_two(count))[None, None], own[..., None]
     before = (number > own) & (number < count) if reverse else number < own
     mask = and_masks(before, None if there is None else there[..., None])
     p, w = (
-        plgpu.load(ref.at[tuple(at)], mask=mask, other=other)
+        plgpu.load(ref.at[row[..., None], column[..., None], number], mask=mask, other=other)
         for ref, other in ((p_ref, -HUGE), (w_ref, 0.0))
     )
     top = p.max(axis=-1)
@@ -127,16 +126,15 @@ def _kernel(
     reverse: bool,
 ) -> None:
     columns, count = p_ref.shape
-    shape = num_columns, block
     column = (pl.program_id(0) * num_columns + span(num_columns))[:, None]
-    at = jnp.broadcast_to(column, shape), jnp.broadcast_to(span(block)[None], shape)
-    mask = (at[0] < columns) & (at[1] < count)
-    p = plgpu.load(p_ref.at[at], mask=mask, other=-HUGE)
-    w = plgpu.load(w_ref.at[at], mask=mask, other=0.0)
+    number = span(block)[None]
+    mask = (column < columns) & (number < count)
+    p = plgpu.load(p_ref.at[column, number], mask=mask, other=-HUGE)
+    w = plgpu.load(w_ref.at[column, number], mask=mask, other=0.0)
     sums = scan(join_in_scan, (p, w), axis=1, reverse=reverse)
     # The sum up to a segment is stored for the next one; nothing is before the first.
     last, first, step = (0, count - 1, -1) if reverse else (count - 1, 0, 1)
-    is_last = at[1] == last
-    target = at[0], jnp.where(is_last, first, at[1] + step)
+    is_last = number == last
+    target = column, jnp.where(is_last, first, number + step)
     for ref, y, nothing in zip((p_before_ref, w_before_ref), sums, (-HUGE, 0.0), strict=True):
         plgpu.store(ref.at[target], jnp.where(is_last, nothing, y), mask=mask)

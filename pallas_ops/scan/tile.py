@@ -68,22 +68,17 @@ class Ranges:
 
     def index(self, position: jax.Array | int, mask: jax.Array | None = None) -> Any:
         """Index and mask of one shape, [ranges, columns] or that of a tile."""
-        if isinstance(position, int):
-            position = jnp.full_like(self.number, position)
         row, column, inside = self.row, self.column, self.inside
-        if position.ndim == 4:  # the mask of a tile leaves slots without a range out
+        if jnp.ndim(position) == 4:  # the mask of a tile leaves slots without a range out
             row, column = per_range(row), per_range(column)
             inside = None if inside is None else per_range(inside)
         else:
             mask = and_masks(mask, self.there)
         mask = and_masks(mask, inside)
-        shape = jnp.broadcast_shapes(position.shape, row.shape, column.shape)
-        if mask is not None:
-            mask = jnp.broadcast_to(mask, shape)
-            if launch.is_interpreted():
-                # The interpreter writes back what is masked: not to where another lane writes.
-                row = jnp.where(mask, row, self.view.s.b)
-        return tuple(jnp.broadcast_to(x, shape) for x in (row, position, column)), mask
+        if mask is not None and launch.is_interpreted():
+            # The interpreter writes back what is masked: not to where another lane writes.
+            row = jnp.where(mask, row, self.view.s.b)
+        return (row, position, column), mask
 
 
 def loop(count: Any, step: Callable[[Any, T], T], carry: T, num_stages: int = 1) -> T:

@@ -131,7 +131,7 @@ def _check(
     """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
     implementations.check(implementation, config, ChunkCumsumDecayConfig)
     axis = checks.axis(axis, x.shape)
-    length = _length(x.shape[axis], num_shards)
+    length = implementations.length(x.shape[axis], num_shards)
     chunk_size = _chunk_size(chunk_size, length)
     reverse = checks.flag("reverse", reverse)
     checks.one_of("shift", shift, (None, "chunk", "sequence"))
@@ -160,17 +160,6 @@ def _check(
         implementation=implementation,
         config=config,
     )
-
-
-def _length(size: Any, num_shards: int) -> Any:
-    """The positions of all shards, which an int32 must count; they may be symbolic."""
-    length = size * num_shards
-    if num_shards > 1 and isinstance(length, int) and length > implementations.LONGEST:
-        raise ValueError(
-            f"axis_name is given, and all shards have {length} positions; accepted: at most "
-            f"{implementations.LONGEST}"
-        )
-    return length
 
 
 def _chunk_size(chunk_size: Any, length: Any) -> Any:

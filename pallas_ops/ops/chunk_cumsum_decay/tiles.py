@@ -61,9 +61,8 @@ class Chunks(Ranges):
             start, stop = super().bounds()
             low, high = jnp.zeros_like(start), jnp.full_like(start, self.view.s.n)
         else:
-            number = self.number
-            facts = [self.table_ref.at[jnp.full_like(number, i), number] for i in range(5)]
-            start, stop, low, high, live = map(plgpu.load, facts)
+            facts = (plgpu.load(self.table_ref.at[i, self.number]) for i in range(5))
+            start, stop, low, high, live = facts
             self.live = live > 0
         self.low, self.high = (low, high) if self.params.shift == "sequence" else (start, stop)
         return start, stop

@@ -116,7 +116,7 @@ def _check(
     checks.floating("x", x)
     axis = checks.axis(axis, x.shape)
     reverse = checks.flag("reverse", reverse)
-    clip = _check_clip(clip)
+    clip = _check_clip(clip, x.dtype)
     if initial is not None:
         checks.any_floating("initial_state", initial)
         shape, want = initial.shape, (*x.shape[:axis], 1, *x.shape[axis + 1 :])
@@ -141,7 +141,8 @@ def _check(
     )
 
 
-def _check_clip(clip: Any) -> float | None:
+def _check_clip(clip: Any, dtype: Any) -> float | None:
+    """A number that is finite in the dtype of the sums; None for a larger one."""
     if clip is None:
         return None
     if not checks.is_number(clip):
@@ -152,7 +153,8 @@ def _check_clip(clip: Any) -> float | None:
     accepted = "None or a number >= 0"
     if not clip >= 0:
         raise ValueError(f"clip is {clip!r}; accepted: {accepted}")
-    return checks.number("clip", clip, accepted)
+    clip = checks.number("clip", clip, accepted)
+    return clip if clip <= float(jnp.finfo(wide(dtype)).max) else None
 
 
 def evaluate(

@@ -162,23 +162,12 @@ def _gradients(p: jax.Array, share: jax.Array, grad: Pair, *, reverse: bool) -> 
     if p.shape[GROUPS] > 1:
         first = tuple(edge(y, STEPS, last=not reverse) for y in (p, own))
         nothing = jnp.full_like(top, jnp.inf), jnp.zeros_like(top)
-        later = scan(_exclusive_shares, (*nothing, *first), axis=GROUPS - 1, reverse=reverse)
-        after = after + jnp.where(later[0] < jnp.inf, rebase(later[1], top, later[0]), 0.0)
+        later = exclusive_scan(_add_share, nothing, first, axis=GROUPS - 1, reverse=reverse)
+        after = after + rebase(later[1], top, later[0])
     return own + rebase(after[None], p, top[None])
 
 
 def _add_share(later: Any, earlier: Any) -> Any:
-    """The gradient below the earlier pivot, which is not above the later one."""
-    return earlier[0], earlier[1] + later[1] * jnp.exp2((earlier[0] - later[0]) * LOG2E)
-
-
-def _exclusive_shares(later: Any, earlier: Any) -> Any:
-    """The sum without the group that was met last, and the sum of all groups.
-
-    An infinite pivot stands for "no group"; pivots of groups are finite.
-    """
-    p, w = later[2:]
-    none = earlier[0] == jnp.inf
-    pivot = jnp.where(none, p, earlier[0])
-    own = jnp.where(none, 0.0, earlier[1]) + w * jnp.exp2((pivot - p) * LOG2E)
-    return pivot, own, *_add_share(later[2:], earlier[2:])
+    """The sum relative to the earlier (lower) pivot; the pivot of nothing is infinity."""
+    p = jnp.minimum(earlier[0], later[0])
+    return p, earlier[1] + later[1] * jnp.exp2((p - later[0]) * LOG2E)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.fastmath import LOG2E, exp2
@@ -140,9 +139,9 @@ def _forward_kernel(
 
     state = ranges.loop(step, state_of(pair))
     is_last = None if view.s.count == 1 else ranges.number == view.s.count - 1
-    ranges.store(final_ref, jnp.zeros_like(ranges.number), log_of(*state[:2]), is_last)
+    ranges.store(final_ref, 0, log_of(*state[:2]), is_last)
     for ref, y in zip(saved_refs, state[:2], strict=False):
-        ranges.store(ref, jnp.full_like(ranges.number, plan.num_tiles), y, is_last)
+        ranges.store(ref, plan.num_tiles, y, is_last)
 
 
 def _tile(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref) -> State:

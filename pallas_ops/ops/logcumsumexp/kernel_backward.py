@@ -104,8 +104,7 @@ def _backward_kernel(
     plan: Plan,
 ) -> None:
     ranges, saved = Segments(plan), (saved_p_ref, saved_s_ref)
-    end = jnp.full_like(ranges.number, plan.num_tiles)
-    pivot, total = ranges.load_saved(saved, end)
+    pivot, total = ranges.load_saved(saved, plan.num_tiles)
     grad = jnp.zeros(ranges.shape, jnp.float32)
     if dfinal_ref is not None:
         grad = share(ranges.load(dfinal_ref, 0), total)
@@ -114,7 +113,7 @@ def _backward_kernel(
         pivot, _ = ranges.load_saved(saved, (ranges.number + 1) * plan.view.tiles)
         grad = rebase(grad, pivot, last) + w * exp2((p + pivot) * LOG2E)
     after = _tiles(ranges, state_of((pivot, grad)), saved, (x_ref, do_ref, dx_ref))
-    _, total = ranges.load_saved(saved, jnp.zeros_like(ranges.number))
+    _, total = ranges.load_saved(saved, 0)
     is_first = None if plan.view.s.count == 1 else ranges.number == 0
     dinitial = jnp.where(total == jnp.inf, jnp.nan, total * after.total)
     ranges.store(dinitial_ref, 0, dinitial, is_first)

@@ -83,15 +83,12 @@ def backward(o: Operands, *, p: Params) -> tuple[jax.Array]:
 def gradients(o: Operands, *, p: Params, with_x: bool = True) -> tuple[jax.Array, ...]:
     """dx, if asked for, and the gradient of theta, in one pass; operands as for `backward`."""
     plan = plan_of(p, o)
-    plan = replace(plan, c=choose_walk(plan.s, p.act, current()))
+    c = choose_walk(plan.s, p.act, current())
+    c = replace(c, num_stages=storing_stages(c, o.dout.dtype.itemsize, current()))
+    # The gradient of theta is float32, whatever the dtype of x.
+    plan = replace(plan, c=c, precise=True, walk_tiles=STORING_WALK_TILES)
     if with_x and o.mean is None and _has_parts(plan):
         o = o._replace(mean=mean(o, p=p)[0])
-    plan = replace(
-        plan,
-        c=replace(plan.c, num_stages=storing_stages(plan.c, o.dout.dtype.itemsize, current())),
-        precise=True,  # the gradient of theta is float32, whatever the dtype of x
-        walk_tiles=STORING_WALK_TILES,
-    )
     out = [_rows_struct(plan, o.dout.dtype)] * with_x + [_feature_struct(plan, plan.parts)]
     body = partial(kernel_walk.backward, wanted=(with_x, True))
     name = "_gradients" if with_x else "_theta"

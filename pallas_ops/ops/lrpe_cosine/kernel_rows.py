@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.lrpe_cosine.activation import activate, pull
-from pallas_ops.ops.lrpe_cosine.config import Operands, Plan, Softmax
+from pallas_ops.ops.lrpe_cosine.config import Operands, Plan
 from pallas_ops.ops.lrpe_cosine.tiles import Angles, Tile, load_softmax, store_at
 
 
@@ -16,7 +16,7 @@ def forward(refs: Operands, out_ref: Ref, *, plan: Plan) -> None:
     """`out_ref` is [B, rows, 2, D]."""
     tile = Tile.of_rows(plan)
     sin, cos = Angles(plan, refs).sincos(tile)
-    a = activate(plan.p.act, tile.load_x(refs.x), _softmax(refs, tile))
+    a = activate(plan.p.act, tile.load_x(refs.x), load_softmax(refs, tile))
     tile.store(out_ref, a * cos, 0)
     tile.store(out_ref, a * sin, 1)
 
@@ -27,12 +27,7 @@ def backward(refs: Operands, dx_ref: Ref, *, plan: Plan) -> None:
     sin, cos = Angles(plan, refs).sincos(tile)
     x = None if refs.x is None else tile.load_x(refs.x)
     da = tile.load_da(refs.dout, sin, cos)
-    tile.store(dx_ref, pull(plan.p.act, x, da, _softmax(refs, tile)))
-
-
-def _softmax(refs: Operands, tile: Tile) -> Softmax:
-    """The values that a softmax over the sequence has for the tile's heads and features."""
-    return load_softmax(refs, (tile.b, tile.head, tile.feature), tile.mask)
+    tile.store(dx_ref, pull(plan.p.act, x, da, load_softmax(refs, tile)))
 
 
 def angles(refs: Operands, angles_ref: Ref, *, plan: Plan) -> None:

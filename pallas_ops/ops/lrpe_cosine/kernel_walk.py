@@ -29,7 +29,7 @@ class Walk:
         self.plan, self.refs = plan, refs
         self.block_d, self.head, self.part, self.b = map(pl.program_id, range(4))
         self.feature = features(plan, self.block_d)
-        self.inside = self.feature < plan.s.d
+        self.mask = self.feature < plan.s.d
         self.zeros = jnp.zeros((plan.c.block_n, plan.c.block_d), jnp.float32)
 
     def tile(self, block: Any) -> Tile:
@@ -39,10 +39,6 @@ class Walk:
     def angles(self) -> Angles:
         """Angles whose frequencies are computed before the loop."""
         return Angles(self.plan, self.refs, self.tile(0))
-
-    def given(self) -> Softmax:
-        """The values that the operands have for a softmax over the sequence."""
-        return load_softmax(self.refs, (self.b, self.head, self.feature), self.inside)
 
     def fold(self, step: Callable[[list[Tile], Any], Any], carry: Any) -> Any:
         """The carry after all steps of this part; `step` takes the tiles of one step."""
@@ -89,7 +85,7 @@ class Walk:
 
     def store(self, ref: Ref, value: jax.Array, *part: Any) -> None:
         """Stores one value per feature in an array [(parts,) B, H, D]."""
-        store_at(ref, (*part, self.b, self.head, self.feature), value, self.inside)
+        store_at(ref, (*part, self.b, self.head, self.feature), value, self.mask)
 
 
 def forward(refs: Operands, out_ref: Ref, *softmax_refs: Ref, plan: Plan) -> None:
@@ -118,7 +114,7 @@ def backward(
     """`out_refs` are, as `wanted` asks, dx [B, rows, D] and sums for theta [parts, B, H, D]."""
     walk = Walk(plan, refs)
     wants_dx, wants_dtheta = wanted
-    angles, softmax = walk.angles(), walk.given()
+    angles, softmax = walk.angles(), load_softmax(refs, walk)
     if wants_dx and plan.p.over_sequence and refs.mean is None:
         softmax = softmax._replace(mean=walk.mean(angles, softmax))
 
@@ -146,7 +142,7 @@ def backward(
 def mean(refs: Operands, mean_ref: Ref, *, plan: Plan) -> None:
     """Stores the sum of a * da over each part [parts, B, H, D]."""
     walk = Walk(plan, refs)
-    walk.store(mean_ref, walk.mean(walk.angles(), walk.given()), walk.part)
+    walk.store(mean_ref, walk.mean(walk.angles(), load_softmax(refs, walk)), walk.part)
 
 
 def softmax(refs: Operands, pivot_ref: Ref, total_ref: Ref, *, plan: Plan) -> None:

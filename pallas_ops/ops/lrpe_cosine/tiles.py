@@ -89,30 +89,20 @@ def features(plan: Plan, block_d: Any) -> jax.Array:
     return index[None]
 
 
-def load_softmax(refs: Operands, index: tuple[Any, ...], mask: jax.Array | None) -> Softmax:
-    """The values of a softmax over the sequence, at an index of [B, H, D]."""
-    of_softmax = (refs.pivot, refs.share, refs.mean)
-    return Softmax(*(None if ref is None else load_at(ref, index, mask) for ref in of_softmax))
+def load_softmax(refs: Operands, at: Any) -> Softmax:
+    """The values of a softmax over the sequence for the heads and features of a tile or walk."""
+    index, of_softmax = (at.b, at.head, at.feature), (refs.pivot, refs.share, refs.mean)
+    return Softmax(*(None if ref is None else load_at(ref, index, at.mask) for ref in of_softmax))
 
 
 def load_at(ref: Ref, index: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
-    """The elements at an index (see `_place`), 0 outside the mask."""
-    place = _place(ref, index)
-    if mask is None:
-        return plgpu.load(place)
-    return plgpu.load(place, mask=jnp.broadcast_to(mask, place.shape), other=0.0)
+    """The elements at an index of scalars and of arrays that broadcast; 0 outside the mask."""
+    return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0.0)
 
 
 def store_at(ref: Ref, index: tuple[Any, ...], value: jax.Array, mask: jax.Array | None) -> None:
-    """Stores the elements at an index (see `_place`) that are inside the mask."""
-    plgpu.store(_place(ref, index), value, mask=mask)
-
-
-def _place(ref: Ref, index: tuple[Any, ...]) -> Any:
-    """The elements at an index of scalars and of arrays that broadcast to [rows, features]."""
-    at = [jnp.reshape(jnp.asarray(i, jnp.int32), (1, 1)) if jnp.ndim(i) == 0 else i for i in index]
-    shape = jnp.broadcast_shapes(*(i.shape for i in at))
-    return ref.at[tuple(jnp.broadcast_to(i, shape) for i in at)]
+    """Stores the elements that are inside the mask."""
+    plgpu.store(ref.at[index], value, mask=mask)
 
 
 class Angles:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_ops.core import checks, forward_mode, shards
+from pallas_ops.core import checks, forward_mode, implementations, shards
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
 from pallas_ops.core.tiles import wide
@@ -171,6 +171,7 @@ def prepare(
     given = [checks.scale(*pair, dtype) for pair in zip(SCALES, scales, strict=True)]
     options = window, batch_invariant, names, implementation, config, precision
     sizes, params = refusals.static(Operands(*map(checks.signature, o)), *options)
+    implementations.length(o.ak.shape[1], jax.lax.axis_size(names or ()))
     both = reference.scales(sizes, given, dtype)
     (score, score_array), (value, value_array) = (
         (1.0, x) if isinstance(x, jax.Array) else (x, None) for x in both

@@ -38,8 +38,8 @@ def _without_blind_queries(o: Operands) -> Operands:
     if o.lengths is None and o.aq.shape[1] <= o.m:
         return o
     sees = o.lse > -jnp.inf
-    dout, dlse = jnp.where(sees[..., None], o.dout, 0), jnp.where(sees, o.dlse, 0)
-    return o._replace(dout=dout, dlse=dlse)
+    dlse = None if o.dlse is None else jnp.where(sees, o.dlse, 0)
+    return o._replace(dout=jnp.where(sees[..., None], o.dout, 0), dlse=dlse)
 
 
 def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:

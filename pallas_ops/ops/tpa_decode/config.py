@@ -62,7 +62,7 @@ class Operands(NamedTuple):
     out: Any = None  # [B, N, H, E], as dout
     lse: Any = None  # [B, N, H], as dlse
     dout: Any = None
-    dlse: Any = None
+    dlse: Any = None  # absent too where lse is no result
 
     @property
     def m(self) -> int:

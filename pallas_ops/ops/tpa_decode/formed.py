@@ -35,30 +35,29 @@ def takes(s: Sizes) -> bool:
     return fits and s.n * s.most_ranks**2 >= LEAST_ROWS
 
 
-def _bytes(s: Sizes) -> int:
-    """Those of k and v, or of a chunk's scores, if these are more."""
-    itemsize: int = _dtype(s).itemsize
-    return s.b * s.m * s.h * max(s.d + s.e, CHUNK) * itemsize
-
-
-def _grouped(groups: int, x: jax.Array) -> jax.Array:
-    return x.reshape(groups, -1, *x.shape[1:])
-
-
 def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
     """Gradients of the factors that are present."""
-    s = Sizes.of(o, p)
-    if prompt_backward.has_gradient(o, p) and (s.n % 2 or s.m % 2):
-        return prompt_backward.with_even_sizes(partial(backward, p=p), o)
+    s, by_cudnn = Sizes.of(o, p), prompt_backward.has_gradient(o, p)
+    run = partial(_in_groups, p=p, by_cudnn=by_cudnn)
+    if by_cudnn and (s.n % 2 or s.m % 2):
+        return prompt_backward.with_even_sizes(run, o)
+    return run(o)
+
+
+def _in_groups(o: Operands, *, p: Params, by_cudnn: bool) -> tuple[jax.Array, ...]:
+    """The gradients, of as many sequences at once as `AT_ONCE` allows."""
+    s, run = Sizes.of(o, p), partial(_at_once, p=p, by_cudnn=by_cudnn)
+    size = s.b * s.m * s.h * max(s.d + s.e, CHUNK) * _dtype(s).itemsize
     divisors = (i for i in range(1, s.b + 1) if s.b % i == 0)
-    groups = next((i for i in divisors if _bytes(s) <= i * AT_ONCE), s.b)
-    if groups > 1:
-        grads = lax.map(partial(backward, p=p), jax.tree.map(partial(_grouped, groups), o))
-        return tuple(x.reshape(s.b, *x.shape[2:]) for x in grads)
-    return _at_once(reference.of_seen_keys(p, o)[0], p)
+    groups = next((i for i in divisors if size <= i * AT_ONCE), s.b)
+    if groups == 1:
+        return run(o)
+    grads = lax.map(run, jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), o))
+    return tuple(x.reshape(s.b, *x.shape[2:]) for x in grads)
 
 
-def _at_once(o: Operands, p: Params) -> tuple[jax.Array, ...]:
+def _at_once(o: Operands, *, p: Params, by_cudnn: bool) -> tuple[jax.Array, ...]:
+    o = reference.of_seen_keys(p, o)[0]
     s = Sizes.of(o, p)
     product = _product(s, min(s.rk, s.rv, s.r) > 1)
     q, scale, query_scale = o.aq, p.score_scale, 1.0
@@ -66,7 +65,7 @@ def _at_once(o: Operands, p: Params) -> tuple[jax.Array, ...]:
         q, scale, query_scale = prompt.scaled_query(o.aq, o.bq, p)
     elif o.bq is not None:
         q = product("bnhr,bnrd->bnhd", o.aq, o.bq)
-    if prompt_backward.has_gradient(o, p):
+    if by_cudnn:
         dq, of_parts = prompt_backward.backward(q, scale, o, p.value_scale)
     else:
         k = product("bmkh,bmkd->bmhd", o.ak, o.bk)
@@ -118,7 +117,9 @@ def _in_chunks(
         dv = sums[1] + product("bhnm,bhnd->bhmd", weight, dout)
         return (dk, dv), product("bhnm,bhmd->bhnd", ds, k)
 
-    delta = (o.out.astype(jnp.float32) * o.dout.astype(jnp.float32)).sum(axis=-1) - o.dlse
+    delta = (o.out.astype(jnp.float32) * o.dout.astype(jnp.float32)).sum(axis=-1)
+    if o.dlse is not None:
+        delta -= o.dlse
     stop = jnp.broadcast_to(reference.stops(o), (s.b, s.n))[..., None]  # the same for all heads
     k, v = (x.swapaxes(1, 2) for x in (k, v))
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)

@@ -27,7 +27,7 @@ def sources(
 def load(keys: Keys, rows: Rows, ref: Any, ranks: int) -> jax.Array:
     """ak or av as [rows, entries], in float32."""
     if keys.plan.gathers:
-        entry, exists = keys.entries_of_block(ranks)
+        entry, exists = keys.entries(ranks, of_block=True)
         x = _gather(ref, rows, entry[None, :], rows.column[:, None])
         x = jnp.where(exists[None, :], x, 0)
     elif rows.tile_h > 32 and keys.plan.s.h % 2 == 0:
@@ -41,7 +41,7 @@ def load(keys: Keys, rows: Rows, ref: Any, ranks: int) -> jax.Array:
 def load_ranks(keys: Keys, rows: Rows, ref: Any, ranks: int) -> list[jax.Array]:
     """ak or av in octets: a tile [keys / 8, 8, rows] of each rank, in float32."""
     if keys.plan.gathers:
-        entry, exists = keys.entries_of_block(ranks)
+        entry, exists = keys.entries(ranks, of_block=True)
         x = _gather(ref, rows, entry[:, None], rows.column[None, :])
         x = jnp.where(exists[:, None] & rows.column_inside[None, :], x, 0)
     else:
@@ -72,9 +72,8 @@ def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
     """
     entry, inside = keys.entries(ranks)
     column, column_inside = (x.reshape(-1, 1, 16) for x in (rows.column, rows.column_inside))
-    i, j = jnp.broadcast_arrays(entry[None, :, None], rows.first_h + column)
     mask = inside[None, :, None] & column_inside
-    return plgpu.load(ref.at[i, j], mask=mask, other=0.0)
+    return plgpu.load(ref.at[entry[None, :, None], rows.first_h + column], mask=mask, other=0.0)
 
 
 def sum_ranks(x: jax.Array, ranks: int) -> jax.Array:

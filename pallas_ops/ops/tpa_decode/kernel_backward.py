@@ -21,12 +21,12 @@ from pallas_ops.core import card
 from pallas_ops.core.backend import fall_back, plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import Ref
+from pallas_ops.core.tiles import Ref, split_evenly
 from pallas_ops.ops.tpa_decode import heads, reference
 from pallas_ops.ops.tpa_decode.choose import choose_backward, no_kernel
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.heads import join_ranks, split_ranks
-from pallas_ops.ops.tpa_decode.keys import Keys, even_split, key_range
+from pallas_ops.ops.tpa_decode.keys import Keys, key_range
 from pallas_ops.ops.tpa_decode.merge import sum_splits
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, load, per_batch, per_split, store
 
@@ -77,7 +77,7 @@ def _backward_kernel(
     out_ref: Ref,  # [N H, E], as dout_ref
     dout_ref: Ref,
     lse_ref: Ref,  # [N H], as dlse_ref
-    dlse_ref: Ref,
+    dlse_ref: Ref | None,
     daq_ref: Ref,  # as aq_ref, this split's part
     *others: Ref,  # dbq_ref, this split's part, if there is bq_ref, and those of the keys
     plan: Plan,
@@ -88,7 +88,7 @@ def _backward_kernel(
     queries = [_Queries(x, aq_ref, out_ref, dout_ref, lse_ref, dlse_ref) for x in tiles]
     bq = None if bq_ref is None else load(bq_ref, *tiles[0].bq_indices())
     length, first_key, limit = key_range(tiles[0], length_ref)
-    start, stop = even_split(pl.program_id(0), c.num_splits, pl.cdiv(s.m, c.block_m))
+    start, stop = split_evenly(pl.cdiv(s.m, c.block_m), c.num_splits, pl.program_id(0))
 
     def step(i: jax.Array, dqs: list[jax.Array]) -> list[jax.Array]:
         # Blocks without valid keys are stored, too, as zeros; nothing is loaded for them.
@@ -125,15 +125,20 @@ class _Queries:
     """What one tile of rows loads before the loop over keys."""
 
     def __init__(
-        self, rows: Rows, aq_ref: Ref, out_ref: Ref, dout_ref: Ref, lse_ref: Ref, dlse_ref: Ref
+        self,
+        rows: Rows,
+        aq_ref: Ref,
+        out_ref: Ref,
+        dout_ref: Ref,
+        lse_ref: Ref,
+        dlse_ref: Ref | None,
     ) -> None:
         self.rows, self.aq = rows, rows.load_aq(aq_ref)
         self.dout, out = (load(x, *rows.tile_indices(rows.plan.s.e)) for x in (dout_ref, out_ref))
-        self.lse, dlse = (
-            plgpu.load(x.at[rows.index], mask=rows.inside, other=0.0) for x in (lse_ref, dlse_ref)
-        )
-        out = self.dout.astype(jnp.float32) * out.astype(jnp.float32)
-        self.delta = out.sum(axis=1) - dlse
+        self.lse = plgpu.load(lse_ref.at[rows.index], mask=rows.inside, other=0.0)
+        self.delta = (self.dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=1)
+        if dlse_ref is not None:
+            self.delta -= plgpu.load(dlse_ref.at[rows.index], mask=rows.inside, other=0.0)
 
 
 def _scores(

@@ -52,7 +52,6 @@ class Keys:
         self.inside = self._are_valid(self.index)
         # Cached, as each tile of heads asks for them.
         self.entries = functools.cache(self._entries)
-        self.entries_of_block = functools.cache(self._entries_of_block)
 
     def _are_valid(self, index: jax.Array) -> jax.Array:
         if self.all_valid:
@@ -96,8 +95,8 @@ class Keys:
         thread, key = place // own % 4, place // (4 * own) * own + place % own
         return key // step * (4 * step) + thread * step + key % step
 
-    def _ranked(self, ranks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The key and the rank of each entry, and whether it is loaded."""
+    def _entries(self, ranks: int, *, of_block: bool = False) -> tuple[jax.Array, jax.Array]:
+        """The rows that the entries are of an array [M ranks, ..], or of the block, and a mask."""
         size = power_of_two(ranks)
         key, rank = grouped(self.plan.c.block_m, size)
         if self.plan.backward:
@@ -108,17 +107,10 @@ class Keys:
         if not self.masked and not self.all_valid:
             key = jnp.minimum(key, self.stop - 1)
             key = key if self.first is None else jnp.maximum(key, self.first)
-        return key, rank, exists & (rank < ranks)
-
-    def _entries(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """The rows of an array [M ranks, ..] that the entries are, and a mask."""
-        key, rank, exists = self._ranked(ranks)
+        exists &= rank < ranks
+        if of_block:
+            return (key - self.begin) * ranks + jnp.minimum(rank, ranks - 1), exists
         return self._place(key) * ranks + rank, exists
-
-    def _entries_of_block(self, ranks: int) -> tuple[jax.Array, jax.Array]:
-        """The rows of the block [block_m ranks, ..] that the entries are, and a mask."""
-        key, rank, exists = self._ranked(ranks)
-        return (key - self.begin) * ranks + jnp.minimum(rank, ranks - 1), exists
 
     def load_block(self, ref: Ref, ranks: int, wanted: jax.Array | bool) -> jax.Array:
         """The block's head factors [block_m ranks H], flat, of an array [M ranks H], if wanted."""
@@ -183,17 +175,10 @@ def blocks_of_split(
     if plan.p.batch_invariant:
         blocks = split_size(plan.s.m) // c.block_m
         return jnp.maximum(begin, split * blocks), jnp.minimum(end, (split + 1) * blocks)
-    if plan.p.window is None:
-        return even_split(split, c.num_splits, end)
     # A shard that the window does not reach ends before it begins.
-    start, stop = even_split(split, c.num_splits, _at_least_0(end - begin))
+    start, stop = split_evenly(_at_least_0(end - begin), c.num_splits, split)
     return begin + start, begin + stop
 
 
 def _at_least_0(x: Position) -> Position:
     return max(x, 0) if isinstance(x, int) else jnp.maximum(x, 0)
-
-
-def even_split(split: jax.Array, num_splits: int, blocks: Position) -> tuple[Any, Any]:
-    """The blocks of one of `num_splits` even splits: the first, and one past the last."""
-    return (0, blocks) if num_splits == 1 else split_evenly(blocks, num_splits, split)

@@ -18,12 +18,12 @@ from pallas_ops.ops.tpa_decode.tiles import per_batch, store
 def merge(
     out: jax.Array, lse: jax.Array, out_dtype: str, block: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Partial results out [B, S, rows, E] and lse [B, S, rows], merged over S, `block` at a time.
+    """Partial results out [B, S, rows, E] and lse [B, S, rows], merged over S.
 
-    A program takes few rows and columns, so that a thread has 64 numbers, of all splits if these
-    are few.
+    At most `block` splits are merged at a time, and at most 1,024. A program takes few rows and
+    columns, so that a thread has 64 numbers, of all splits if these are few.
     """
-    b, _, rows, e = out.shape
+    (b, _, rows, e), block = out.shape, min(block, 1024)
     size, width = (4, min(64, tile(e))) if block <= 64 else (1, 32)
     results = [
         jax.ShapeDtypeStruct((b, rows, e), jnp.dtype(out_dtype)),

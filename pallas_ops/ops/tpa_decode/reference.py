@@ -9,6 +9,7 @@ from jax import lax
 from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while it checks gradients
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.partition import gathered, is_explicit
 from pallas_ops.core.shards import Names, gather
 from pallas_ops.core.tiles import wide
@@ -40,8 +41,9 @@ def scales(sizes: Sequence[int], given: Sequence[Scale | None], dtype: Any) -> t
     pairs = zip(given, defaults, strict=True)
     scale, query, key, value = (default if x is None else x for x, default in pairs)
     product = scale * query * key
-    if isinstance(product, float) and abs(product) > float(jnp.finfo(dtype).max):
-        raise ValueError(f"scale * scale_q * scale_k is {product:g}; accepted: a finite number")
+    most = float(jnp.finfo(dtype).max) / LOG2E  # kernels multiply it with LOG2E
+    if isinstance(product, float) and abs(product) > most:
+        raise ValueError(f"scale * scale_q * scale_k is {product:g}; accepted: at most {most:g}")
     return product, value
 
 
@@ -156,7 +158,9 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
     (own, own_lse), pullback = jax.vjp(run, *o[:6])
     weight = jnp.exp(own_lse - jnp.where(o.lse == -jnp.inf, 0, o.lse))
     dout = o.dout.astype(o.lse.dtype)
-    dlse = o.dlse + ((own - o.out.astype(o.lse.dtype)) * dout).sum(axis=-1)
+    dlse = ((own - o.out.astype(o.lse.dtype)) * dout).sum(axis=-1)
+    if o.dlse is not None:
+        dlse += o.dlse
     grads = pullback((weight[..., None] * dout, weight * dlse))
     return tuple(g for g in grads if g is not None)
 

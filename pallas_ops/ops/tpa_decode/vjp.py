@@ -108,7 +108,8 @@ def _of_gradient(p: Params, o: Operands) -> Params:
 def _forward(p: Params, o: Operands):  # type: ignore[no-untyped-def]
     p = _of_gradient(p, o)
     saved_dtype = p.out_dtype if p.precision == "default" else "float32"
-    results = _attention(dataclasses.replace(p, out_dtype=saved_dtype), o)
+    # What is saved is differentiated by second derivatives, and so has cotangents.
+    results = _attention(dataclasses.replace(p, out_dtype=saved_dtype, has_lse=True), o)
     out, lse = (checkpoint_name(x, RESIDUALS) for x in results)
     return (out.astype(p.out_dtype), lse), (o, out, lse)
 
@@ -116,7 +117,8 @@ def _forward(p: Params, o: Operands):  # type: ignore[no-untyped-def]
 def _backward(p: Params, saved: Any, cotangents: Any):  # type: ignore[no-untyped-def]
     o, out, lse = saved
     p = _of_gradient(p, o)
-    results = dict(out=out, lse=lse, dout=cotangents[0], dlse=cotangents[1])
+    dout, dlse = cotangents
+    results = dict(out=out, lse=lse, dout=dout, dlse=dlse if p.has_lse else None)
     grads = _call(backward_op(o.bq is not None), p, reference.dequantised(o)._replace(**results))
     daq, dak, dav, *dbq, dbk, dbv = grads
     if o.bk.dtype != o.ak.dtype:
