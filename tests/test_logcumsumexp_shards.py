@@ -202,6 +202,26 @@ def test_second_derivatives_of_kernels(rng: Rng, reverse: bool) -> None:
     assert jnp.abs(second).max() < 1e-5
 
 
+@pytest.mark.parametrize("implementation", [None, "interpret"])
+def test_second_derivatives_where_shards_save_states(rng: Rng, implementation: Any) -> None:
+    """Under jit: there are more tiles than shards, so the states of all shards are saved."""
+    mesh, shape = shards.line(2), (1, 1024, 16)
+    xs = [random_array(rng, shape) for _ in range(3)]
+
+    def second(implementation: Any, x: jax.Array, do: jax.Array, dx: jax.Array) -> Any:
+        fn = partial(pallas_ops.logcumsumexp, axis=1, implementation=implementation)
+        pull = jax.vjp(fn, x)[1]
+        of_do = jax.vjp(pull, do)[1]((dx,))
+        out, pull = jax.vjp(lambda x, do: jax.vjp(fn, x)[1](do)[0], x, do)
+        return of_do, out, pull(dx)
+
+    placed = shards.placed(mesh, xs, (P(None, "x"),) * 3)
+    got, want = (
+        jax.jit(partial(second, i))(*y) for i, y in ((implementation, placed), ("xla", xs))
+    )
+    assert_close(got, want, terms=64)
+
+
 def test_explicit_types(rng: Rng) -> None:
     """Results and gradients are split as x is."""
     mesh, xs = shards.line(8, AxisType.Explicit), arguments(rng, (2, 24, 3), 1)

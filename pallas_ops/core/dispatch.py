@@ -38,8 +38,8 @@ class Op:
     others: a function `of_shard(run, mesh_axes, *operands, **static)`, which gives the shard's part
     of the results. `run(op, *operands, **static)` is a call on the arrays of the shard alone.
 
-    `has_pairs`: among the results are pairs (pivot, total), for which kernel and reference may
-    choose different pivots.
+    `has_pairs`: results or operands are pairs (pivot, total) that mean something to the same
+    implementation only: a kernel may choose other pivots, and save those of shards, not of tiles.
     """
 
     name: str

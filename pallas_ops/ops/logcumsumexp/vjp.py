@@ -46,7 +46,7 @@ def op(name: str, before: int, after: int) -> Op:
         results=results,
         unsharded=("m",) if of_shard else ("n", "m"),
         shards=of_shard and ("n", partial(_of_shard, of_shard)),
-        has_pairs=name in ("totals", "saving"),
+        has_pairs=name in ("totals", "saving", "backward"),
     )
 
 
