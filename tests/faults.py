@@ -102,7 +102,9 @@ FAULTS = {
         "core/dispatch.py", "o.reshape(size, -1,", "o.reshape(-1, size,"
     ),
     "totals are differentiated below another pivot": Fault(
-        "ops/logcumsumexp/vjp.py", 'has_pairs=name in ("totals", "saving")', "has_pairs=False"
+        "ops/logcumsumexp/vjp.py",
+        'has_pairs=name in ("totals", "saving", "backward")',
+        "has_pairs=False",
     ),
     "shards are met in the same order in reverse": Fault(
         "core/shards.py", "count - 1 - number if reverse else number", "number"

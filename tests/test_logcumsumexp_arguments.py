@@ -76,8 +76,8 @@ def test_what_equals_an_accepted_argument_may_be_refused() -> None:
     ("shape", "axis", "what"),
     [
         ((2**31,), 0, "axis 0"),
-        ((2, 2**16, 2**15), 0, "all behind it"),
-        ((2**16, 2**15, 2), -1, "all before it"),
+        ((2, 2**16, 2**15), 0, "of the axes behind"),
+        ((2**16, 2**15, 2), -1, "the product of the axes before"),
         ((2**16, 2, 2**15), 1, None),
     ],
 )

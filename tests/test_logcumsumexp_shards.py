@@ -206,7 +206,7 @@ def test_second_derivatives_of_kernels(rng: Rng, reverse: bool) -> None:
 def test_second_derivatives_where_shards_save_states(rng: Rng, implementation: Any) -> None:
     """Under jit: there are more tiles than shards, so the states of all shards are saved."""
     mesh, shape = shards.line(2), (1, 1024, 16)
-    xs = [random_array(rng, shape) for _ in range(3)]
+    xs = tuple(random_array(rng, shape) for _ in range(3))
 
     def second(implementation: Any, x: jax.Array, do: jax.Array, dx: jax.Array) -> Any:
         fn = partial(pallas_ops.logcumsumexp, axis=1, implementation=implementation)

@@ -194,3 +194,10 @@ def test_scan_over_decode_steps(rng: Rng) -> None:
     assert_close(
         got[:, :, 0].swapaxes(0, 1), jax.jit(pallas_ops.reference.tpa_decode)(*whole), terms=m
     )
+
+
+def test_infinities_that_jax_looks_for() -> None:
+    """It then runs the call again, operation by operation, and has to come to an end."""
+    x = jnp.full((1, 2, 1), 3e38, jnp.float32)
+    with jax.debug_infs(True), pytest.raises(FloatingPointError):
+        pallas_ops.chunk_cumsum_decay(x)

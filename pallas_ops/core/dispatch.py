@@ -30,8 +30,8 @@ class Op:
     """One function of arrays with two meanings, and how its axes may be split.
 
     `kernel` and `reference` take the operands (None for an absent one) and the static keywords,
-    and return a tuple. `operands` and `results` name the axes of each array, one letter-word an
-    axis, as in an einsum: "b m h, b m d". An operand whose first axis is `b` may be batched
+    and return a tuple. `operands` and `results` name the axes of each array, one word an axis,
+    as in an einsum: "b m h, b m d". An operand whose first axis is `b` may be batched
     along it.
 
     `shards` is an axis, and what one of its shards does, which may exchange small arrays with the
@@ -49,7 +49,7 @@ class Op:
     results: tuple[str, ...]
     unsharded: tuple[str, ...]  # axes that every device needs in full
     summed: tuple[str, ...] | None = None  # per result: axes whose shards hold partial sums
-    added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): only the axis' first shard adds
+    added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): other shards take 0
     shards: tuple[str, Run] | None = None
     has_pairs: bool = False
 
@@ -156,7 +156,8 @@ _jitted = jax.jit(dispatch_p.bind, static_argnames="bound")
 
 
 def _eager(*xs: jax.Array, bound: Bound) -> Any:
-    with jax.disable_jit(False):
+    # Where JAX looks for NaN, it would run this call operation by operation, and so call it again.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         return _jitted(*xs, bound=bound)
 
 

@@ -24,7 +24,7 @@ def check(value: Any, config: Any, cls: type) -> None:
 def kernel_or_reference(
     implementation: Implementation | None, dtype: Any, sizes: Mapping[str, int]
 ) -> Implementation | None:
-    """The reference for what no kernel takes (float64, an axis of size 0); else as asked."""
+    """The reference for float64 and for sizes that no kernel takes; else as asked."""
     unknown = [name for name, size in sizes.items() if not isinstance(size, int)]
     if unknown:  # of `jax.export`
         return reference_instead(implementation, f"symbolic sizes ({', '.join(unknown)})")

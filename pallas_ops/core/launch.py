@@ -60,7 +60,7 @@ def launch(
         kernel(*refs)
 
     call: Callable[..., Any] = pl.pallas_call(
-        # A fresh function per launch: JAX 0.11.0 to 0.11.2 may otherwise reuse a kernel traced
+        # A fresh function per launch: JAX 0.11.2 may otherwise reuse a kernel traced
         # for another grid (jax-ml/jax#40847).
         fresh,
         # Inside `jax.shard_map` Pallas asks over what results vary: below dispatch, nothing does.

@@ -48,7 +48,7 @@ def scan(combine: Combine, xs: Tiles, *, axis: int, reverse: bool = False) -> tu
 
 
 def pipelined(i: jax.Array, num_stages: int) -> jax.Array:
-    """The loop index `i`; in its body, says how many steps ahead the loop's loads may run.
+    """The loop index `i`; in its body, lets the loop's loads run `num_stages` - 1 steps ahead.
 
     Triton pipelines a loop without matrix products only where the loop has an attribute for it,
     which Pallas does not set.

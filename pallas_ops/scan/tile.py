@@ -1,4 +1,4 @@
-"""The ranges and columns of one program, and tiles of them. Masks are made here alone."""
+"""The ranges and columns of one program, tiles of them, and the masks of both."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,13 +20,13 @@ T = TypeVar("T")
 class Ranges:
     """A program's ranges: row, number, start and stop of each, as arrays [ranges, 1].
 
-    What there is of each range and column is an array [ranges, columns] throughout. Arrays
+    Values per range and column have the shape [ranges, columns] throughout. Arrays
     [1, ranges, 1, columns], which would broadcast beside tiles, cost a kernel up to 80 registers.
     """
 
     def __init__(self, view: View) -> None:
         self.view, s = view, view.s
-        # Ranges of all rows are counted through, and fill the programs up.
+        # Ranges are numbered across all rows: a program may have ranges of several rows.
         slot = (pl.program_id(1) * view.num_ranges + span(view.num_ranges))[:, None]
         count = jnp.full_like(slot, s.count)
         self.number = lax.rem(slot, count)
@@ -82,7 +82,7 @@ class Ranges:
 
 
 def loop(count: Any, step: Callable[[Any, T], T], carry: T, num_stages: int = 1) -> T:
-    """`step` of 0 to count - 1, whose loads run up to `num_stages` ahead."""
+    """Calls `step` for 0 to count - 1. A step's loads are issued `num_stages` - 1 steps before."""
     if isinstance(count, int) and count == 1:
         return step(0, carry)
     return lax.fori_loop(0, count, lambda t, y: step(pipelined(t, num_stages), y), carry)

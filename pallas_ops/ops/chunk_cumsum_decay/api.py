@@ -52,7 +52,7 @@ def chunk_cumsum_decay(
       chunk_size: any int >= 1, a power of two or not; the last chunk may be shorter.
       reverse: sum from each chunk's end.
       shift: None, "chunk" or "sequence".
-      scale: what x is multiplied by before it is summed. A number, or a floating array of shape []
+      scale: what x is multiplied by before it is summed. A number, or a real array of shape []
         (which may be traced, is differentiable, costs a pass over x in float32, and multiplies the
         sums of x, which must be finite for that).
       cu_seqlens: integers [S + 1], may be traced: where sequences that are packed along the axis

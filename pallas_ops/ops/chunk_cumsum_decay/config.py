@@ -30,7 +30,7 @@ class ChunkCumsumDecayConfig:
     A program sums `num_chunks` chunks in `block_c` columns, `block_n` positions of each at a time,
     `num_steps` of which are neighbours that a lane adds up on its own. Along a last axis there are
     no columns and `num_steps` is 1: a lane loads neighbours anyway. Where a chunk takes several
-    blocks, their loads run up to `num_stages` ahead. A chunk that is the whole axis can be cut into
+    blocks, their loads run `num_stages` - 1 ahead. A chunk that is the whole axis can be cut into
     `num_segments` segments: x is read twice, first for the sums that segments start from.
     """
 

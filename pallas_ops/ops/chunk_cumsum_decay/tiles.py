@@ -76,7 +76,7 @@ class Chunks(Ranges):
 
     @property
     def is_first(self) -> jax.Array:
-        """Whether a chunk is where the sum begins."""
+        """Whether a chunk is the first one, in the direction of the sum, and not empty."""
         edge = self.stop == self.view.s.n if self.view.reverse else self.start == 0
         return edge & (self.start < self.stop)
 
@@ -97,7 +97,7 @@ class Chunks(Ranges):
         self.store(ref, position, y, mask)
 
     def load_edges(self, ref: Ref) -> jax.Array | None:
-        """Where exclusive sums start from the x of each chunk's neighbour, that x; else None."""
+        """Of exclusive sums shifted along the sequence, the x before each chunk; else None."""
         if not self.exclusive or self.params.shift == "chunk":
             return None
         position, mask = self._edge()

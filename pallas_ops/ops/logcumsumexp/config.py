@@ -15,9 +15,9 @@ from pallas_ops.scan.view import MAX_VECTOR, Sizes, View
 ROW_ELEMENTS = 1024  # of a tile along a last axis
 TILE_BYTES = 8192  # of a tile with columns
 WARP_BYTES = 4096  # of a warp's tile along a last axis; half of that with columns
-WIDEST, NARROWER = 64, 32  # columns of a tile: 128 or 64 bytes of memory side by side
+WIDEST, NARROWER = 64, 32  # columns of a tile: in 16 bits 128 or 64 bytes of memory
 MOST_ROWS = 8  # of a program along a last axis
-USUAL_SMS = 132  # multiprocessors that tiles of half as many columns are to fill
+USUAL_SMS = 132  # multiprocessors, as saved states must not depend on the card
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def choose_block_n(s: Sizes) -> int:
         return min(power_of_two(s.n), ROW_ELEMENTS)
     block_n = TILE_BYTES // s.itemsize // min(power_of_two(s.c), WIDEST)
     if _programs(s, WIDEST) < USUAL_SMS <= _programs(s, NARROWER) + 4:
-        block_n *= 2  # and half as many columns make enough programs without segments
+        block_n *= 2  # then half as many columns make enough programs without segments
     return min(power_of_two(s.n), block_n)
 
 
@@ -124,7 +124,7 @@ def choose(s: Sizes, block_n: int, card: Card, *, backward: bool = False) -> Log
     block_c = max(1, min(widest, most // block_n))
     tiles = -(-s.n // block_n)
     is_short = s.c > 1 and _programs(s, block_c) * tiles <= card.num_sms
-    if is_short:  # the axis: more programs, of as many warps
+    if is_short:  # then more programs, of as many warps
         block_c = min(block_c, NARROWER)
     num_segments = _num_segments(s, tiles, block_c, card, backward=backward)
     warp_bytes = WARP_BYTES if s.c == 1 else WARP_BYTES // (4 if is_short else 2)

@@ -29,8 +29,9 @@ class LrpeCosineConfig:
     In the variant `sequence` (xopes' Sp) a program has `block_n` adjacent rows: tokens of one head,
     or heads of one token, whichever are adjacent in memory. In the variant `block` (Bp) it has
     `block_d` features of one head and walks the sequence, `block_n` tokens at a time. A softmax
-    over the sequence needs this variant. With `num_parts` above 1, programs walk one part of the
-    sequence each, only for the sums of that softmax, and `sequence` does the rest.
+    over the sequence needs this variant. With `num_parts` above 1, a program walks one part of the
+    sequence. For that softmax these programs compute its sums only, and a launch of `sequence`
+    writes the output.
 
     With `cache_angles` (xopes' Tri Ca), angles are computed once, kept in memory, and read,
     also going backward.
@@ -130,7 +131,7 @@ class Sizes(NamedTuple):
 def choose(s: Sizes, *, scattered: bool = False) -> LrpeCosineConfig:
     """The launch of kernels that see one token at a time: 1,024 elements a program, 8 a thread.
 
-    Where theta is `scattered`, loaded element by element: 512, in a single warp.
+    Where theta is `scattered`, loaded element by element: 512 (or one row), a warp for each 512.
     """
     block_d = min(power_of_two(s.d), WIDEST)
     rows = max(1, (512 if scattered else 1024) // block_d)

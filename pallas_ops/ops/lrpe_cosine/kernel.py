@@ -2,8 +2,8 @@
 
 A kernel sees one token at a time (`kernel_rows`) or walks the sequence (`kernel_walk`). theta's
 gradient and the sums of a softmax over the sequence need a walk. A long sequence is walked in
-several parts, whose results XLA adds up. Of a softmax over the sequence, kernels that see one token
-at a time then do the rest.
+several parts, whose results XLA adds up. For a softmax over the sequence `kernel_rows` then
+computes the output.
 """
 
 from collections.abc import Callable, Sequence

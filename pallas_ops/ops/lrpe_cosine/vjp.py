@@ -2,7 +2,8 @@
 
 theta is saved. x is saved for an activation, and for the gradients of theta and of positions. A
 softmax over the sequence also saves its pivot and share per feature, and `cache_angles` the angles.
-One pass makes the gradients of x and theta; with a given config, which is for dx alone, two do.
+By default one pass makes the gradients of x and theta. A given config is for dx alone: then theta's
+gradient is a pass of its own.
 
 A shard's positions are those of its tokens in the whole sequence. For a softmax over the sequence
 shards exchange a pivot and a total per feature, and backward the sum of a * da.

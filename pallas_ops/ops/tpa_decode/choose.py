@@ -12,10 +12,10 @@ from pallas_ops.ops.tpa_decode.shared_memory import backward_bytes, forward_byte
 
 
 def choose(s: Sizes, card: Card, *, batch_invariant: bool = False) -> TpaDecodeConfig:
-    """The forward launch: one program or more on each multiprocessor, using all shared memory.
+    """The forward launch: one program or more on each multiprocessor.
 
     Raises:
-      NoKernelError: where not even one block of 16 keys fits.
+      NoKernelError: where the smallest block (8 or 16 keys) does not fit in shared memory.
     """
     block_h = s.h if s.h <= (96 if s.has_few_features else 64) else 64
     lanes = max(sum(head_tiles(block_h)), s.tile_r * s.is_rank_first)
@@ -122,7 +122,7 @@ def split_size(m: int) -> int:
 
 
 def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig | None:
-    """The launch of `at_once` backward passes; None where a batch element's rows do not fit."""
+    """The launch of `at_once` backward passes; None where nothing fits."""
     block_n, tiles = power_of_two(s.n), head_tiles(s.h, backward=True)
     rows = block_n * sum(tiles)
     if rows > 256:

@@ -136,7 +136,8 @@ class Sizes:
     def is_rank_first(self) -> bool:
         """Whether q is never formed: q k^T = aq (bq bk^T).
 
-        With 64 rows of 64 features q is formed, as it fits into registers: 3 to 5 % less time.
+        For 33 to 64 heads, D of at most 64 and bfloat16, q fits into registers and is formed: 3 to
+        5 % less time.
         """
         fits = 32 < self.h <= 64 and self.tile_d <= 64 and self.dtype == "bfloat16"
         return self.has_bq and self.precision == "highest" and not fits

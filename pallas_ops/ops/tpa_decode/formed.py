@@ -30,7 +30,7 @@ SCORES = 75_000_000
 
 
 def takes(s: Sizes) -> bool:
-    """Whether this is faster than the kernel's passes, and q, k and v are not too large."""
+    """Whether this is faster than the kernel's passes; k and v of few queries may be too large."""
     fits = s.n >= 512 or s.m * s.h * (s.d + s.e) <= MOST_FORMED
     return fits and s.n * s.most_ranks**2 >= LEAST_ROWS
 

@@ -1,9 +1,9 @@
 """How tpa_decode runs: the launcher first, then the kernel.
 
-A program holds rows (queries x heads) and streams keys. Scores are taken rank first:
-q k^T = aq (bq bk^T). The long product has the input dtype on both sides, so it is exact, and needs
-a tile of R rows instead of H; the short product with aq keeps all of float32 (see `matmul`), as the
-log-sum-exp is not rounded to 16 bits.
+A program holds rows (queries x heads) and streams keys. Where `Sizes.is_rank_first`, q is not
+formed: q k^T = aq (bq bk^T). The long product has the input dtype on both sides, so it is exact,
+and needs a tile of R rows instead of H; the short product with aq keeps all of float32 (see
+`matmul`), as the log-sum-exp is not rounded to 16 bits.
 """
 
 from functools import partial

@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def score_pieces(self) -> Pieces:
-        """The same where scores are made, of which the log-sum-exp needs all 24 bits."""
+        """The same where scores are made; with three the log-sum-exp keeps all 24 bits."""
         return 1 if self.s.precision == "default" else 2 if self.s.is_quantised_bfloat16 else 3
 
     def dot(self, a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
@@ -114,7 +114,7 @@ def grouped(groups: int, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 class Rows:
-    """Rows of one program: block_n queries x `size` heads, and their side of the scores."""
+    """Rows of one tile: block_n queries x `size` heads, and their side of the scores."""
 
     def __init__(self, plan: Plan, block: jax.Array | int, offset: int, size: int) -> None:
         s, c = plan.s, plan.c
