@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_ops
@@ -13,6 +14,9 @@ from pallas_ops.core import launch
 from pallas_ops.ops.tpa_decode import formed, prompt, prompt_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig
 from tests import cudnn, h200
+from tests.support import random_array, to_float64
+
+Rng = np.random.Generator
 
 
 def test_whose_gradients_cudnn_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +110,25 @@ def test_a_group_of_sequences_goes_the_way_of_all(monkeypatch: pytest.MonkeyPatc
         grads = jax.eval_shape(partial(formed.backward, p=p), operands(37))
     assert [x.shape for x in grads] == [x.shape for x in operands(37)[:6] if x is not None]
     assert [xs[0].shape[:2] for xs in calls] == [(1, 52)] * 2
+
+
+def test_second_derivatives_by_cudnn(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN takes no cotangent of the log-sum-exp, which second derivatives have."""
+    cudnn.instead(monkeypatch)
+    monkeypatch.setattr(prompt, "LEAST_ROWS", 4)
+    shapes = (1, 4, 2, 3), (1, 8, 2), (1, 8, 2), (1, 4, 3, 64), (1, 8, 64), (1, 8, 64)
+    xs = [random_array(rng, shape, jnp.bfloat16) for shape in shapes]
+    do = random_array(rng, (1, 4, 2, 64), jnp.bfloat16)
+
+    def second(decode: Any) -> Any:
+        def total(xs: Any) -> jax.Array:
+            grads = jax.vjp(decode, *xs)[1](do)
+            return jnp.stack([jnp.square(g.astype(jnp.float32)).sum() for g in grads]).sum()
+
+        return jax.jit(jax.grad(total))(xs)
+
+    decode = partial(pallas_ops.tpa_decode, scale=0.5)
+    got = second(partial(decode, precision="default", implementation="interpret"))
+    want = second(partial(decode, implementation="xla"))
+    for x, y in zip(map(to_float64, got), map(to_float64, want), strict=True):
+        assert np.linalg.norm(x - y) < 0.15 * np.linalg.norm(y)  # q and the weights are rounded
