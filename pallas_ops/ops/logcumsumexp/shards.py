@@ -40,41 +40,29 @@ class Shard:
         name = "saving" if save else "forward"
         return self._scan(name, x, start, self._exchanged(own, start))
 
-    def forward_saving_shards(
-        self, x: jax.Array, *given: jax.Array | None
-    ) -> tuple[jax.Array, ...]:
-        """Saves the states of shards in place of the tiles': a shard has not those of all tiles."""
-        own = self.run("totals", x)
-        start = _barrier(_start(own, *given))
-        states = start, _barrier(self._exchanged(own, start))
-        out, final, *_ = self._scan("saving", x, *_barrier(states))
-        slots = 1 - (-x.shape[self.params.axis] * self.count // self.params.block_n)
-        return out, final, *(self._stored(*pair, slots) for pair in zip(*states, strict=True))
+    def forward_saving_start(self, x: jax.Array, *given: jax.Array | None) -> tuple[jax.Array, ...]:
+        """Saves what the first shard starts from, in the first of the slots for states of tiles.
 
-    def backward_from_shards(
+        A shard has not the states of all tiles, and XLA may shard the backward pass in another way.
+        That reads nothing else; where it is not sharded at all, its result is NaN.
+        """
+        own, axis = self.run("totals", x), self.params.axis
+        start = _start(own, *given)
+        out, final, *_ = self._scan("saving", x, start, self._exchanged(own, start))
+        tiles = -(-x.shape[axis] * self.count // self.params.block_n)
+        padding = [(0, tiles if i == axis else 0, 0) for i in range(x.ndim)]
+        saved = (jnp.expand_dims(y, axis) for y in start)
+        return out, final, *(lax.pad(y, jnp.full((), jnp.nan, y.dtype), padding) for y in saved)
+
+    def backward_from_start(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
     ) -> Pair:
-        """Runs the forward kernel again for the states of the shard's tiles (see `_barrier`)."""
-        start, *others = zip(*map(self._restored, saved), strict=True)
-        states = others[0] if others else _barrier(self._exchanged(self.run("totals", x), start))
-        _, _, *tiles = self._scan("saving", x, *_barrier((start, states)))
-        return self.backward(x, do, dfinal, *tiles)
-
-    def _stored(self, start: jax.Array, states: jax.Array, slots: int) -> jax.Array:
-        """So many slots of the axis: what the first shard starts from; if they fit, all states."""
-        axis, y = self.params.axis, jnp.expand_dims(start, self.params.axis)
-        if self.count < slots:
-            y = jnp.concatenate([y, jnp.moveaxis(states, 0, axis)], axis)
-        padding = [(0, slots - y.shape[i] if i == axis else 0, 0) for i in range(y.ndim)]
-        return lax.pad(y, jnp.zeros((), y.dtype), padding)
-
-    def _restored(self, y: jax.Array) -> list[jax.Array]:
-        """What was stored: what the first shard starts from, and, if they fitted, all states."""
+        """Runs the forward kernel again for the states of the shard's tiles."""
         axis = self.params.axis
-        start = lax.index_in_dim(y, 0, axis, keepdims=False)
-        if self.count >= y.shape[axis]:
-            return [start]
-        return [start, jnp.moveaxis(lax.slice_in_dim(y, 1, self.count + 1, axis=axis), axis, 0)]
+        start: Any = tuple(lax.index_in_dim(y, 0, axis, keepdims=False) for y in saved)
+        states = self._exchanged(self.run("totals", x), start)
+        _, _, *tiles = self._scan("saving", x, start, states)
+        return self.backward(x, do, dfinal, *tiles)
 
     def backward(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
@@ -124,16 +112,6 @@ class Shard:
 
 def _start(own: Pair, initial: jax.Array | None, total: jax.Array | None) -> Pair:
     return pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
-
-
-def _barrier(states: Any) -> Any:
-    """The same states, behind a barrier for XLA's simplifications.
-
-    Under `jax.jit` the forward and the backward pass repeat the same launches and exchanges, and
-    XLA drops the repetition. Without barriers it simplifies them together with what comes before,
-    which differs between the passes, and does not find them equal.
-    """
-    return lax.optimization_barrier(states)
 
 
 def _choose(condition: jax.Array, ours: Any, others: Any) -> Any:
