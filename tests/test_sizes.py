@@ -13,10 +13,9 @@ import pytest
 from jax.experimental import pallas as pl
 
 import pallas_ops
-from pallas_ops.core import launch
+from pallas_ops.core import launch, tiles
 from pallas_ops.core.card import H200
 from pallas_ops.core.implementations import LONGEST
-from pallas_ops.core.tiles import split_evenly
 from pallas_ops.ops.chunk_cumsum_decay import config as chunks
 from pallas_ops.ops.logcumsumexp import config as logcumsumexp
 from pallas_ops.ops.lrpe_cosine import config as lrpe_config
@@ -178,7 +177,7 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         rank_query = i // plan.head_blocks * c.block_n + rank_query
         same(rows.rank_query * s.r + rows.rank, rank_query * s.r + rank, rank_query < n)
         blocks = -(-m // c.block_m)
-        start, stop = split_evenly(jnp.int32(blocks), c.num_splits, jnp.int32(split))
+        start, stop = tiles.split_evenly(jnp.int32(blocks), c.num_splits, jnp.int32(split))
         ends = [(split + j) * blocks // c.num_splits for j in (0, 1)]
         assert [int(start), int(stop)] == ends
         order = np.asarray(tpa_keys.Keys(plan, jnp.int32(0), m).index, object)

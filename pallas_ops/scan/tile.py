@@ -67,7 +67,7 @@ class Ranges:
         plgpu.store(ref.at[at], y.astype(ref.dtype), mask=mask)
 
     def index(self, position: jax.Array | int, mask: jax.Array | None = None) -> Any:
-        """Index and mask of one shape, [ranges, columns] or that of a tile."""
+        """Index and mask, which broadcast to [ranges, columns] or to the shape of a tile."""
         row, column, inside = self.row, self.column, self.inside
         if jnp.ndim(position) == 4:  # the mask of a tile leaves slots without a range out
             row, column = per_range(row), per_range(column)
