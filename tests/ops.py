@@ -194,7 +194,7 @@ OPS = [
         split=("b", "c"),
         unsharded=(),
         merged=("n",),
-        exchanges=3,
+        exchanges=4,  # three where shards begin at tiles
     ),
     TestedOp(
         name="lrpe_cosine",

@@ -7,6 +7,7 @@ u * exp(p - p_r), where u is that of shard r below p_r. p_r is not below p by mo
 factor overflows. Nothing goes through a logarithm, which would lose the digits of large states.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import shards
-from pallas_ops.core.tiles import along
+from pallas_ops.core.tiles import along, wide
 from pallas_ops.ops.logcumsumexp.config import Params
-from pallas_ops.ops.logcumsumexp.reference import State, finite, pair_of, pair_of_nothing
+from pallas_ops.ops.logcumsumexp.reference import (
+    State,
+    clamp,
+    finite,
+    pair_of,
+    pair_of_nothing,
+)
 from pallas_ops.scan.segments import Pair, sum_pairs
 
 
@@ -35,34 +42,54 @@ class Shard:
         self, x: jax.Array, *given: jax.Array | None, save: bool = False
     ) -> tuple[jax.Array, ...]:
         """Output and final state, from what the op is given; to save: the states of tiles."""
-        own = self.run("totals", x)
-        start = _start(own, *given)
-        name = "saving" if save else "forward"
-        return self._scan(name, x, start, self._exchanged(own, start))
+        before, states = self._states(self.run("totals", x), *given)
+        out, _, *saved = self.run("saving" if save else "forward", *shards.unify(x, *before))
+        return out, _log(states), *saved
 
-    def forward_saving_start(self, x: jax.Array, *given: jax.Array | None) -> tuple[jax.Array, ...]:
-        """Saves what the first shard starts from, in the first of the slots for states of tiles.
+    def forward_saving_all(self, x: jax.Array, *given: jax.Array | None) -> tuple[jax.Array, ...]:
+        """Saves on each shard the states before all tiles of the axis, and after the last.
 
-        A shard has not the states of all tiles, and XLA may shard the backward pass in another way.
-        That reads nothing else; where it is not sharded at all, its result is NaN.
+        They are what one device would save, as XLA may shard the backward pass in another way, or
+        not at all. Where shards do not begin at tiles, the states come from a second scan, of the
+        numbers from the first tile on that begins in the shard; the others go behind them.
         """
-        own, axis = self.run("totals", x), self.params.axis
-        start = _start(own, *given)
-        out, final = self._scan("forward", x, start, self._exchanged(own, start))
-        tiles = -(-x.shape[axis] * self.count // self.params.block_n)
-        padding = [(0, tiles if i == axis else 0, 0) for i in range(x.ndim)]
-        saved = (jnp.expand_dims(y, axis) for y in start)
-        return out, final, *(lax.pad(y, jnp.full((), jnp.nan, y.dtype), padding) for y in saved)
+        axis, n, block_n = self.params.axis, x.shape[self.params.axis], self.params.block_n
+        before, states = self._states(self.run("totals", x), *given)
+        if n % block_n == 0:
+            out, _, *saved = self.run("saving", x, *before)
+        else:
+            out, _ = self.run("forward", x, *before)
+            count = -(self.number * n) % block_n
+            before = _sum(before, self._first(x, count))
+            rolled = jnp.roll(x, count if self.params.reverse else -count, axis)
+            saved = self.run("saving", rolled, *before)[2:]
+        ends = [-(-i * n // block_n) for i in range(self.count + 1)]
+        tiles = [end - begin for begin, end in itertools.pairwise(ends)]  # that begin in each shard
+        saved = self._gathered(*(lax.slice_in_dim(y, 0, max(tiles), axis=axis) for y in saved))
+        parts = (
+            [lax.slice_in_dim(x, 0, size, axis=axis) for x, size in zip(every, tiles, strict=True)]
+            for every in saved
+        )
+        last = (jnp.expand_dims(y, axis) for y in sum_pairs(states, axis=0))
+        both = zip(parts, last, strict=True)
+        return out, _log(states), *(jnp.concatenate([*y, end], axis) for y, end in both)
 
-    def backward_from_start(
+    def backward_from_all(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
     ) -> Pair:
-        """Runs the forward kernel again for the states of the shard's tiles."""
-        axis = self.params.axis
-        start: Any = tuple(lax.index_in_dim(y, 0, axis, keepdims=False) for y in saved)
-        states = self._exchanged(self.run("totals", x), start)
-        _, _, *tiles = self._scan("saving", x, start, states)
-        return self.backward(x, do, dfinal, *tiles)
+        """From the states that `forward_saving_all` saved.
+
+        Where shards do not begin at tiles, another scan finds the states of the shard's own tiles.
+        """
+        axis, block_n = self.params.axis, self.params.block_n
+        if x.shape[axis] % block_n == 0:
+            tiles = x.shape[axis] // block_n
+            own = [lax.dynamic_slice_in_dim(y, self.number * tiles, tiles + 1, axis) for y in saved]
+        else:
+            start = (lax.index_in_dim(y, 0, axis, keepdims=False) for y in saved)
+            before, _ = self._states(self.run("totals", x), *start)
+            own = self.run("saving", x, *before)[2:]
+        return self.backward(x, do, dfinal, *own)
 
     def backward(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
@@ -83,25 +110,29 @@ class Shard:
         dx, _ = self.run("backward", *shards.unify(x, do, dlast, *saved))
         return dx, t[0] * _sum_gradients(p[0], p, u, numbers >= 0)
 
-    def _exchanged(self, own: Pair, start: Pair) -> Pair:
-        """The states of all shards; the first one's has the initial state in it."""
-        p, t = map(jnp.stack, zip(start, own, strict=True))
-        first = sum_pairs((p, t), axis=0)
-        p, t = self._gathered(*_choose(self.number == 0, first, own))
-        return p, t
+    def _states(
+        self, own: Pair, initial: jax.Array | None = None, total: jax.Array | None = None
+    ) -> tuple[Pair, Pair]:
+        """The state before the shard, and those of all shards, in order [shards, ..].
 
-    def _scan(self, name: str, x: jax.Array, start: Pair, states: Pair) -> tuple[jax.Array, ...]:
-        """The results of the shard; the final state is that of all shards, on each of them.
-
-        From the pair that the first shard starts from, and those of all, in order [shards, ..].
+        From the total of the shard's numbers and the initial state, which is in the first one's.
         """
-        p, t = states
+        start = pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
+        p, t = self._gathered(*_choose(self.number == 0, _sum(start, own), own))
         earlier = along(jnp.arange(self.count) < self.number, p)
         before = sum_pairs(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
-        operands = shards.unify(x, *_choose(self.number == 0, start, before))
-        out, _, *saved = self.run(name, *operands)
-        final = sum_pairs((p, t), axis=0)
-        return out, State(*final, final[1]).log, *saved
+        return _choose(self.number == 0, start, before), (p, t)
+
+    def _first(self, x: jax.Array, count: jax.Array) -> Pair:
+        """The sum of the shard's first `count` numbers, which are fewer than a tile has."""
+        axis, n = self.params.axis, x.shape[self.params.axis]
+        size = min(n, self.params.block_n)
+        begin, end = (n - size, n) if self.params.reverse else (0, size)
+        number = jnp.arange(size)[::-1] if self.params.reverse else jnp.arange(size)
+        x = lax.slice_in_dim(x, begin, end, axis=axis).astype(wide(x.dtype))
+        x = jnp.where(along(number < count, x, axis), clamp(x, self.params.clip), -jnp.inf)
+        pivot = finite(x.max(axis))
+        return pivot, jnp.exp(x - jnp.expand_dims(pivot, axis)).sum(axis)
 
     def _gathered(self, *xs: jax.Array) -> list[jax.Array]:
         """All shards' xs, along a new first axis of each."""
@@ -110,8 +141,15 @@ class Shard:
         return [every[:, i] for i in range(len(xs))]
 
 
-def _start(own: Pair, initial: jax.Array | None, total: jax.Array | None) -> Pair:
-    return pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
+def _sum(*pairs: Pair) -> Pair:
+    p, t = map(jnp.stack, zip(*pairs, strict=True))
+    return sum_pairs((p, t), axis=0)
+
+
+def _log(states: Pair) -> jax.Array:
+    """The final state, that of all shards together."""
+    p, t = sum_pairs(states, axis=0)
+    return State(p, t, t).log
 
 
 def _choose(condition: jax.Array, ours: Any, others: Any) -> Any:

@@ -33,9 +33,9 @@ def op(name: str, before: int, after: int) -> Op:
     operands, results, of_shard = dict[str, Any](
         totals=((full,), (column, column), None),
         forward=(given, (full, column), Shard.forward),
-        saving=(given, (full, column, *saved), Shard.forward_saving_start),
+        saving=(given, (full, column, *saved), Shard.forward_saving_all),
         backward_totals=((full, full, *saved), (column,), None),
-        backward=((full, full, column, *saved), (full, column), Shard.backward_from_start),
+        backward=((full, full, column, *saved), (full, column), Shard.backward_from_all),
     )[name]
     kernels = kernel_backward if name.startswith("backward") else kernel
     return Op(
