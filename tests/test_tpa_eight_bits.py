@@ -98,6 +98,7 @@ def test_quantised_features_that_are_not_finite_make_nan(bad: float) -> None:
     ("change", "error", "message"),
     [
         (dict(dtype="int4"), ValueError, "dtype is 'int4'; accepted: int8 or float8_e4m3fn"),
+        (dict(dtype=np.ones(2)), ValueError, r"accepted: int8 or float8_e4m3fn"),
         (dict(dtype=None), ValueError, "dtype is None; accepted: int8 or float8_e4m3fn"),
         (dict(b=jnp.zeros((3, 4))), ValueError, r"b.shape is \(3, 4\); accepted: \[..., D\] with"),
         (dict(a=jnp.zeros((2, 3), int)), TypeError, "a.dtype is 'int32'; accepted: bfloat16"),

@@ -58,13 +58,6 @@ def negate_half_width(m: Machine, i: Instruction) -> None:
     m.write(i.operands[0], m.read(i.operands[1], "u16") ^ np.uint16(0x8000))
 
 
-@instruction(r"mul\.rn\.bf16")
-def multiply_half_width(m: Machine, i: Instruction) -> None:
-    dtype = TYPES["bf16"]
-    a, b = (m.read(x, "u16").view(dtype).astype(np.float32) for x in i.operands[1:])
-    m.write(i.operands[0], (a * b).astype(dtype).view(np.uint16))
-
-
 PAIRS: dict[str, Callable[..., Any]] = {
     "max": _larger,
     "add": np.add,
@@ -72,6 +65,14 @@ PAIRS: dict[str, Callable[..., Any]] = {
     "mul": np.multiply,
     "fma": lambda a, b, c: a * b + c,  # products of two are exact in float32
 }
+
+
+@instruction(r"mul\.rn\.bf16|add\.rn\.f16")
+def half_width(m: Machine, i: Instruction) -> None:
+    dtype = TYPES[i.words[-1]]
+    operands = (m.read(x, "u16").view(dtype).astype(np.float32) for x in i.operands[1:])
+    result = np.asarray(PAIRS[i.words[0]](*operands))
+    m.write(i.operands[0], result.astype(dtype).view(np.uint16))
 
 
 @instruction(r"(max|sub(\.rn)?)\.bf16x2|add\.rn\.f16x2|(fma|mul)\.rn\.bf16x2")

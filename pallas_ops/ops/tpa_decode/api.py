@@ -82,15 +82,16 @@ def tpa_decode(
       precision: None or "highest" is the above. "default" is what JAX's default means on a GPU: the
         kernels round q, the weights of the values, and the results of the cache's parts to the
         dtype of the cache (float32: products are TF32's). The output's error is then at most twice
-        that of rounding q, k and v; log-sum-exps are within 2**-9 of the largest score. With 16
-        bits, from some hundred queries on, without `window` and `batch_invariant`, k and v are
-        formed and cuDNN attends to them (at most four times the error of rounding q, k and v), and
-        has the gradient, without `lengths` and log-sum-exp.
+        that of rounding q, k and v; log-sum-exps are within 2**-9 of the largest scaled sum of
+        |q_d k_d|. With 16 bits, from some hundred queries on, without `window` and
+        `batch_invariant`, k and v are formed and cuDNN attends to them (at most four times the
+        error of rounding q, k and v), and has the gradient, without `lengths` and log-sum-exp.
         Also `jax.lax.Precision.HIGHEST` or `.DEFAULT`; jax.numpy always computes in float32.
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
-        the other rows are. The keys are then divided into parts of 512, and not by what fills the
-        card (1.1 to 1.3 times the default's time on an H200). jax.numpy promises it on a CPU only:
-        for a GPU XLA may compile a batch of one in another way.
+        the other rows are; the output (not the log-sum-exp) also in a cache of another size. The
+        keys are then divided into parts of 512, and not by what fills the card (1.1 to 1.3 times
+        the default's time on an H200). jax.numpy promises it on a CPU only: for a GPU XLA may
+        compile a batch of one in another way.
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which M is sharded, in order; partial results are merged by their log-sum-exp in one
         exchange, and `lengths` count over all shards.

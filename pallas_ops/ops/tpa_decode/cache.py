@@ -159,7 +159,9 @@ def quantize_tpa_factors(
     a, b = checks.array("a", a), checks.array("b", b)
     checks.floating("a", a)
     checks.floating("b", b)
-    narrow = next((each for each in QUANTISED if each == dtype), None)
+    narrow = next(
+        (each for each in QUANTISED if not getattr(dtype, "ndim", 0) and each == dtype), None
+    )
     if narrow is None:
         raise ValueError(f"{checks.shown('dtype', dtype)}; accepted: int8 or float8_e4m3fn")
     if not a.ndim or not b.ndim or a.shape[:-1] != b.shape[:-1]:
