@@ -1,5 +1,7 @@
 """logcumsumexp over the shards of its axis, with one exchange of a state a shard in each pass.
 
+(Where XLA shards the passes, the forward pass of a gradient exchanges the states of tiles as well.)
+
 Forward, each shard sums up its part of x as a pair (pivot, total), and starts from the sum of the
 pairs before it. Backward, each shard finds the gradient of the total that it started from. That of
 the total which it ended with is the sum of those of the shards after it: below pivot p it is
@@ -64,15 +66,10 @@ class Shard:
             rolled = jnp.roll(x, count if self.params.reverse else -count, axis)
             saved = self.run("saving", rolled, *before)[2:]
         ends = [-(-i * n // block_n) for i in range(self.count + 1)]
-        tiles = [end - begin for begin, end in itertools.pairwise(ends)]  # that begin in each shard
-        saved = self._gathered(*(lax.slice_in_dim(y, 0, max(tiles), axis=axis) for y in saved))
-        parts = (
-            [lax.slice_in_dim(x, 0, size, axis=axis) for x, size in zip(every, tiles, strict=True)]
-            for every in saved
-        )
-        last = (jnp.expand_dims(y, axis) for y in sum_pairs(states, axis=0))
-        both = zip(parts, last, strict=True)
-        return out, _log(states), *(jnp.concatenate([*y, end], axis) for y, end in both)
+        sizes = [
+            end - begin for begin, end in itertools.pairwise(ends)
+        ]  # of tiles that begin in a shard
+        return out, _log(states), *self._joined(saved, sizes, sum_pairs(states, axis=0))
 
     def backward_from_all(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
@@ -133,6 +130,19 @@ class Shard:
         x = jnp.where(along(number < count, x, axis), clamp(x, self.params.clip), -jnp.inf)
         pivot = finite(x.max(axis))
         return pivot, jnp.exp(x - jnp.expand_dims(pivot, axis)).sum(axis)
+
+    def _joined(self, states: list[jax.Array], sizes: list[int], last: Pair) -> list[jax.Array]:
+        """Of each shard the first so many states, one shard after the other, and the last state."""
+        axis = self.params.axis
+        every = self._gathered(*(lax.slice_in_dim(y, 0, max(sizes), axis=axis) for y in states))
+        return [
+            jnp.concatenate(
+                [lax.slice_in_dim(y, 0, n, axis=axis) for y, n in zip(ys, sizes, strict=True)]
+                + [jnp.expand_dims(end, axis)],
+                axis,
+            )
+            for ys, end in zip(every, last, strict=True)
+        ]
 
     def _gathered(self, *xs: jax.Array) -> list[jax.Array]:
         """All shards' xs, along a new first axis of each."""
