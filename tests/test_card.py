@@ -171,6 +171,24 @@ def test_ranks_fit_in_shared_memory() -> None:
     assert h200.compile_for_h200(fn, *xs).ptx
 
 
+NEAR_THE_LIMIT = {  # N, H, R (0: without bq), ranks, D, E
+    "keys kept for wgmma": (2, 18, 0, 2, 128, 128, "bfloat16"),
+    "scores between eight warps": (1, 128, 0, 2, 256, 256, "bfloat16"),
+    "64 entries of three ranks": (1, 34, 6, 3, 128, 128, "float16"),
+    "gradient of q after the loop": (1, 97, 6, 1, 256, 2, "float16"),
+}
+
+
+@pytest.mark.parametrize("case", NEAR_THE_LIMIT)
+@pytest.mark.filterwarnings("ignore:tpa_decode_backward runs as jax.numpy")
+def test_bounds_of_shared_memory_hold(case: str) -> None:
+    n, h, r, ranks, d, e, dtype = NEAR_THE_LIMIT[case]
+    aq, ak, av, bq, bk, _ = factors(4, 4096, h, r or d, d, n=n, ranks=ranks, dtype=dtype)
+    fn, xs = (pallas_ops.tpa_decode, [bq, bk]) if r else (unfactored, [bk])
+    bv = array(4, 4096, ranks, e, dtype=dtype)
+    assert h200.compile_for_h200(both(fn), aq, ak, av, *xs, bv).ptx
+
+
 def test_float8_takes_a_card_that_has_it() -> None:
     aq, ak, av, bq, bk, bv = factors(2, 64, 32, 16, 64)
     xs = aq, ak, av, bq, *(array(*x.shape, dtype="float8_e4m3fn") for x in (bk, bv))

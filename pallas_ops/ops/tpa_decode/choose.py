@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from pallas_ops.core.backend import NoKernelError
@@ -65,13 +66,15 @@ def _choose_keys(
         num_stages=num_stages,
     )
     # An estimate below the bound, above all where head factors are loaded ahead into registers.
-    taken = forward_bytes(s, c) * (3 / 4 if s.gathers(block_h) and s.pages is None else 5 / 6)
+    taken = float(forward_bytes(s, c, has_wgmma=False))
+    taken *= 3 / 4 if s.gathers(block_h) and s.pages is None else 5 / 6
     least_keys = (48 if 32 < block_h <= 64 and s.gathers(block_h) else 96) * num_warps
     for programs in range(2, most_programs + 1):
         splits, keys = keys_of_split(programs)
         if keys >= least_keys * (programs - 1) and taken <= card.shared_memory // programs:
             c = dataclasses.replace(c, num_splits=splits)
-    return fit(s, c, forward_bytes, card, least=least)
+    bytes_of = partial(forward_bytes, has_wgmma=card.capability // 10 == 9)
+    return fit(s, c, bytes_of, card, least=least)
 
 
 def _overfills_tensor_memory(s: Sizes, rows: int, block_n: int) -> bool:

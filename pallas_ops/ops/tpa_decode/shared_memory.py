@@ -4,24 +4,32 @@ from pallas_ops.core.tiles import power_of_two
 from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles
 
 
-def forward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
+def forward_bytes(s: Sizes, c: TpaDecodeConfig, *, has_wgmma: bool = True) -> int:
+    """The bound; of cards before sm_90, and for an estimate, without what is kept for wgmma."""
     heads = sum(head_tiles(c.block_h))
     rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.is_rank_first
     own, mixed = _operand_bytes(s)
     queries = own * (ranks or rows) * s.tile_d + (2 + mixed) * rows * ranks
     scores = (4 if mixed == 2 else 12) * rows * s.most_ranks
     products = max(own * s.tile_rk * s.tile_d, mixed * s.tile_rv * s.tile_e, scores)
-    if s.is_quantised_bfloat16:  # widened in registers
+    is_wide = has_wgmma and max(rows, ranks) >= 64  # rows that wgmma takes
+    if s.is_quantised_bfloat16:  # widened in registers, for wgmma in shared memory
         products = scores
+        if is_wide and (not s.is_rank_first or c.num_warps > 4):
+            products = max(scores, 2 * (s.tile_rk * s.tile_d + s.tile_rv * s.tile_e))
     elif s.most_ranks > 2 and not s.is_rank_first:  # the largest difference that was seen
         products += own * s.tile_rk * s.tile_d + 4 * rows
+    elif is_wide and mixed == 2 and not s.gathers(c.block_h):
+        # Keys that wgmma reads stay until it is waited for, as values do.
+        products += own * s.tile_rk * s.tile_d
+    moved = 64 * rows if is_wide and c.num_warps > 4 else 0  # scores, from warp to warp
     # Weights move between threads where keys and values have different numbers of ranks.
     exchange = 0 if s.tile_rk == s.tile_rv else 8 * rows * s.most_ranks
     key = _buffer_bytes(s, c, heads) + 8 * s.tile_rk * ranks + products + exchange
     # Before the loop q is formed of aq and bq; after it the output is stored.
     forms_query = s.has_bq and not s.is_rank_first
     before = own * c.block_n * s.tile_r * (rows + s.tile_d) * forms_query
-    return max(before, queries + c.block_m * key, 4 * rows * s.tile_e)
+    return max(before, queries + moved + c.block_m * key, 4 * rows * s.tile_e)
 
 
 def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
@@ -35,10 +43,18 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products = mixed * (rows_of_tile + max(rows_of_tile, features))
     products = max(products, 4 * (rows_of_tile + s.tile_d))
     products += 4 * rows_of_tile * min(2, s.most_ranks) + 8 * ranks
-    if s.most_ranks > 2 and not s.has_bq:  # kernels took up to 3.6 times as much
-        products *= 4
+    products += mixed * s.most_ranks * max(0, ranks - rows_of_tile)
+    # With 64 entries features may have a buffer more, which other terms do not always outweigh.
+    copies = 2 * s.tile_rk * s.tile_d, 2 * s.tile_rv * s.tile_e
+    if s.most_ranks > 2:
+        products = products * s.most_ranks // 2 + sum(copies)
+    elif s.most_ranks == 2 and c.block_m >= 32 and not s.has_few_features:
+        products += max(copies) * (not s.has_bq or s.tile_d > s.tile_e)
     key = _buffer_bytes(s, c, heads, backward=True)
-    return queries + c.block_m * (key + products)
+    # After the loop the gradient of q [D, rows] is an operand in pieces.
+    after = max(4, mixed) * rows_of_tile * s.tile_d + (own + mixed) * ranks * s.tile_d
+    after += 2 * mixed * rows * ranks
+    return max(queries + c.block_m * (key + products), after)
 
 
 def sm_100_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
