@@ -1,6 +1,6 @@
 """logcumsumexp over the shards of its axis, with one exchange of a state a shard in each pass.
 
-(Where XLA shards the passes, the forward pass of a gradient exchanges the states of tiles as well.)
+(Where XLA shards the passes, the forward pass of a gradient also exchanges the states of tiles.)
 
 Forward, each shard sums up its part of x as a pair (pivot, total), and starts from the sum of the
 pairs before it. Backward, each shard finds the gradient of the total that it started from. That of
@@ -44,9 +44,9 @@ class Shard:
         self, x: jax.Array, *given: jax.Array | None, save: bool = False
     ) -> tuple[jax.Array, ...]:
         """Output and final state, from what the op is given; to save: the states of tiles."""
-        before, states = self._states(self.run("totals", x), *given)
+        before, last = self._states(self.run("totals", x), *given)
         out, _, *saved = self.run("saving" if save else "forward", *shards.unify(x, *before))
-        return out, _log(states), *saved
+        return out, _log(last), *saved
 
     def forward_saving_all(self, x: jax.Array, *given: jax.Array | None) -> tuple[jax.Array, ...]:
         """Saves on each shard the states before all tiles of the axis, and after the last.
@@ -56,20 +56,19 @@ class Shard:
         numbers from the first tile on that begins in the shard; the others go behind them.
         """
         axis, n, block_n = self.params.axis, x.shape[self.params.axis], self.params.block_n
-        before, states = self._states(self.run("totals", x), *given)
+        before, last = self._states(self.run("totals", x), *given)
         if n % block_n == 0:
             out, _, *saved = self.run("saving", x, *before)
         else:
             out, _ = self.run("forward", x, *before)
-            count = -(self.number * n) % block_n
-            before = _sum(before, self._first(x, count))
-            rolled = jnp.roll(x, count if self.params.reverse else -count, axis)
+            skipped = -(self.number * n) % block_n
+            before = _sum(before, self._first(x, skipped))
+            rolled = jnp.roll(x, skipped if self.params.reverse else -skipped, axis)
             saved = self.run("saving", rolled, *before)[2:]
-        ends = [-(-i * n // block_n) for i in range(self.count + 1)]
-        sizes = [
-            end - begin for begin, end in itertools.pairwise(ends)
-        ]  # of tiles that begin in a shard
-        return out, _log(states), *self._joined(saved, sizes, sum_pairs(states, axis=0))
+        # How many tiles begin before each shard, and how many in it.
+        earlier = [-(-i * n // block_n) for i in range(self.count + 1)]
+        sizes = [end - begin for begin, end in itertools.pairwise(earlier)]
+        return out, _log(last), *self._joined(saved, sizes, last)
 
     def backward_from_all(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
@@ -110,15 +109,15 @@ class Shard:
     def _states(
         self, own: Pair, initial: jax.Array | None = None, total: jax.Array | None = None
     ) -> tuple[Pair, Pair]:
-        """The state before the shard, and those of all shards, in order [shards, ..].
+        """The state before the shard, and the one after all shards.
 
-        From the total of the shard's numbers and the initial state, which is in the first one's.
+        From the sum of the shard's own numbers, and the initial state.
         """
         start = pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
         p, t = self._gathered(*_choose(self.number == 0, _sum(start, own), own))
         earlier = along(jnp.arange(self.count) < self.number, p)
         before = sum_pairs(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
-        return _choose(self.number == 0, start, before), (p, t)
+        return _choose(self.number == 0, start, before), sum_pairs((p, t), axis=0)
 
     def _first(self, x: jax.Array, count: jax.Array) -> Pair:
         """The sum of the shard's first `count` numbers, which are fewer than a tile has."""
@@ -156,9 +155,8 @@ def _sum(*pairs: Pair) -> Pair:
     return sum_pairs((p, t), axis=0)
 
 
-def _log(states: Pair) -> jax.Array:
-    """The final state, that of all shards together."""
-    p, t = sum_pairs(states, axis=0)
+def _log(pair: Pair) -> jax.Array:
+    p, t = pair
     return State(p, t, t).log
 
 

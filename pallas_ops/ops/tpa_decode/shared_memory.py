@@ -5,7 +5,7 @@ from pallas_ops.ops.tpa_decode.config import Sizes, TpaDecodeConfig, head_tiles
 
 
 def forward_bytes(s: Sizes, c: TpaDecodeConfig, *, has_wgmma: bool = True) -> int:
-    """The bound; of cards before sm_90, and for an estimate, without what is kept for wgmma."""
+    """The bound. `has_wgmma`: with what Triton keeps for wgmma, which sm_90 alone has."""
     heads = sum(head_tiles(c.block_h))
     rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.is_rank_first
     own, mixed = _operand_bytes(s)
@@ -44,14 +44,14 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products = max(products, 4 * (rows_of_tile + s.tile_d))
     products += 4 * rows_of_tile * min(2, s.most_ranks) + 8 * ranks
     products += mixed * s.most_ranks * max(0, ranks - rows_of_tile)
-    copies = 2 * s.tile_rk * s.tile_d, 2 * s.tile_rv * s.tile_e
-    if s.most_ranks > 2:  # at most 3.6, 2.8 and 1.2 times as much was seen
+    if s.most_ranks > 2:  # seen: without bq up to 3.6 times as much, in float16 2.8, else 1.2
         is_float16 = s.dtype == "float16" and not s.wide_queries
         most = 3.0 if is_float16 else 1.25 if max(s.tile_d, s.tile_e) <= 64 else 1.0
         products = int(products * (most if s.has_bq else 4.0))
     elif s.most_ranks == 2 and c.block_m >= 32 and not s.has_few_features:
         # With 64 entries features may have a buffer more, which other terms do not always outweigh.
-        products += max(copies) * (not s.has_bq or s.tile_d > s.tile_e)
+        copy = 2 * max(s.tile_rk * s.tile_d, s.tile_rv * s.tile_e)
+        products += copy * (not s.has_bq or s.tile_d > s.tile_e)
     key = _buffer_bytes(s, c, heads, backward=True)
     # After the loop the gradient of q [D, rows] is an operand in pieces.
     after = max(4, mixed) * rows_of_tile * s.tile_d + (own + mixed) * ranks * s.tile_d
