@@ -1,4 +1,4 @@
-"""What chunk_cumsum_decay refuses, how it chooses its launch, and what that compiles to."""
+"""What chunk_cumsum_decay refuses, its launches, what they compile to, and shardings."""
 
 import dataclasses
 import re
@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
@@ -16,9 +18,9 @@ from pallas_ops.core import card, implementations, launch
 from pallas_ops.ops.chunk_cumsum_decay.config import Params, Plan, choose
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks
 from pallas_ops.scan.view import Sizes, View
-from tests import h200
+from tests import h200, shards
 from tests.chunk_cumsum_decay import Rng, arguments, pulled, truth
-from tests.support import assert_close, case
+from tests.support import assert_close, case, on_host, random_array
 
 # Refusals
 
@@ -208,3 +210,28 @@ def test_more_rows_than_it_counts_run_the_reference() -> None:
         x = jax.ShapeDtypeStruct((2**16, rows, 3), jnp.bfloat16)
         text = h200.lower_for_cuda(fn, x).as_text()
         assert ("pallas_ops_chunk_cumsum_decay" in text) == is_kernel
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_shift_where_only_the_result_is_sharded(rng: Rng, reverse: bool) -> None:
+    """As `jax.numpy`, which XLA partitions by itself, and as an export of one device."""
+    x, mesh = on_host(random_array(rng, (1, 16, 1))), shards.line(2)
+    fn: Any = partial(
+        pallas_ops.chunk_cumsum_decay, chunk_size=4, shift="sequence", reverse=reverse
+    )
+    exported = jax.export.export(jax.jit(fn))(x)
+    (placed,) = shards.placed(mesh, (x,), (P(),))
+    for run in (partial(fn, implementation="xla"), exported.call):
+        got = jax.jit(run, out_shardings=NamedSharding(mesh, P(None, "x")))(placed)
+        assert_close(got, fn(x), terms=4)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_every_device_takes_all_bounds(rng: Rng, implementation: Any) -> None:
+    mesh = shards.line(4, AxisType.Explicit)
+    x, bounds = on_host((random_array(rng, (2, 16, 8)), np.array([0, 3, 9, 14], np.int32)))
+    fn: Any = partial(pallas_ops.chunk_cumsum_decay, chunk_size=5, implementation=implementation)
+    with jax.set_mesh(mesh):
+        placed = shards.placed(mesh, (x, bounds), (P(None, None, "x"), P("x")))
+        got = fn(placed[0], cu_seqlens=placed[1])
+    assert_close(got, fn(x, cu_seqlens=bounds), terms=16)

@@ -32,7 +32,8 @@ def _regular(y: jax.Array, carry: jax.Array | None, p: Params) -> jax.Array:
     num_chunks = -(-n // size)
     if p.shift == "sequence" and not p.shift_result:
         y = previous(y, axis, reverse)
-    y = _pad(y, axis, 0, num_chunks * size - n).reshape(*outer, num_chunks, size, *inner)
+    widths = [(0, num_chunks * size - n if i == axis else 0) for i in range(y.ndim)]
+    y = jnp.pad(y, widths).reshape(*outer, num_chunks, size, *inner)
     if p.shift == "chunk":
         y = previous(y, axis + 1, reverse)
     if carry is not None:
@@ -44,19 +45,22 @@ def _regular(y: jax.Array, carry: jax.Array | None, p: Params) -> jax.Array:
 
 def previous(y: jax.Array, axis: int, reverse: bool) -> jax.Array:
     """The number just before each position in scan direction, and 0 for the first."""
-    return _pad(y, axis, -1, 1) if reverse else _pad(y, axis, 1, -1)
-
-
-def _pad(y: jax.Array, axis: int, low: int, high: int) -> jax.Array:
-    if not y.shape[axis]:
+    n = y.shape[axis]
+    if not n:
         return y
-    widths = [(low, high, 0) if i == axis else (0, 0, 0) for i in range(y.ndim)]
-    return lax.pad(y, jnp.zeros((), y.dtype), widths)
+    zero = jnp.zeros_like(lax.slice_in_dim(y, 0, 1, axis=axis))
+    # XLA's partitioner loses the shift of a `lax.pad` with a negative width.
+    parts = (
+        [lax.slice_in_dim(y, 1, n, axis=axis), zero]
+        if reverse
+        else [zero, lax.slice_in_dim(y, 0, n - 1, axis=axis)]
+    )
+    return lax.concatenate(parts, axis)
 
 
 def edges_of(cu_seqlens: jax.Array, n: int) -> jax.Array:
     """[S + 3]: 0, where S sequences begin, where the last one ends, and the end of the axis."""
-    inside = jnp.clip(cu_seqlens.astype(jnp.int32), 0, n)
+    inside = jnp.clip(gathered(cu_seqlens, 0).astype(jnp.int32), 0, n)
     if isinstance(inside.size, int):
         inside = lax.cummax(inside)
     else:  # symbolic (jax.export), which cummax does not take
