@@ -112,6 +112,11 @@ FAULTS = {
     "shards save the states of tiles that begin where they do": Fault(
         "ops/logcumsumexp/shards.py", "-(self.number * n) % block_n", "0 * self.number"
     ),
+    "in reverse states of tiles are saved in the order of the sum": Fault(
+        "ops/logcumsumexp/tiles.py",
+        "self.plan.num_tiles - 1 - tile if self.view.reverse else tile",
+        "tile",
+    ),
     "tensor cores read what is overwritten": Fault(
         "ops/tpa_decode/kernel.py", "accs = [acc + 0.0 for acc in accs]", "pass"
     ),

@@ -38,6 +38,9 @@ class Op:
     others: a function `of_shard(run, mesh_axes, *operands, **static)`, which gives the shard's part
     of the results. `run(op, *operands, **static)` is a call on the arrays of the shard alone.
 
+    `tiles` names an axis, that of the tiles in it, and the positions of a tile: where tiles and
+    shards begin at the same positions, tiles are sharded as positions are.
+
     `has_pairs`: results or operands are pairs (pivot, total) that mean something to the same
     implementation only: a kernel may choose other pivots, and save those of shards, not of tiles.
     """
@@ -51,6 +54,7 @@ class Op:
     summed: tuple[str, ...] | None = None  # per result: axes whose shards hold partial sums
     added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): other shards take 0
     shards: tuple[str, Run] | None = None
+    tiles: tuple[str, str, int] | None = None
     has_pairs: bool = False
 
 

@@ -1,5 +1,7 @@
 """How the arrays of a call are split over the axes of a mesh."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,16 +46,45 @@ def spec(split: Mapping[str, Axes], axes: str) -> PartitionSpec:
     return PartitionSpec(*(split.get(a) for a in axes.split()))
 
 
-def split_of(bound: Bound, shardings: Sequence[Any], ins: Sequence[str]) -> dict[str, Axes]:
+def split_of(
+    bound: Bound, shapes: Sequence[Sequence[int]], shardings: Sequence[Any], ins: Sequence[str]
+) -> dict[str, Axes]:
     """The mesh axes each array axis is split over; no mesh axis serves two of them."""
     split: dict[str, Axes] = {}
     used: set[str] = set()
-    for sharding, axes in zip(shardings, ins, strict=True):
+    axis, tiles, block = bound.op.tiles or ("", "", 0)
+    for shape, sharding, axes in zip(shapes, shardings, ins, strict=True):
         entries = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
         for name, entry in zip(axes.split(), entries, strict=False):
             mesh_axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            free = name not in split and name not in bound.op.unsharded
+            free = name not in split and name not in (*bound.op.unsharded, tiles)
             if mesh_axes and free and used.isdisjoint(mesh_axes):
                 split[name] = mesh_axes
                 used.update(mesh_axes)
+                count = math.prod(sharding.mesh.shape[a] for a in mesh_axes)
+                if name == axis and shape[axes.split().index(axis)] % (block * count) == 0:
+                    split[tiles] = mesh_axes
     return split
+
+
+def shardy_rule(
+    bound: Bound, mesh: Mesh, types: Sequence[Any], _: Sequence[Any]
+) -> tuple[str, dict[str, Any]]:
+    """The axes of operands and results for XLA's partitioner, Shardy, given their MLIR types.
+
+    Where no sharding over the mesh can cut a tile, positions are "(tiles positions)".
+    """
+    (ins, outs), sizes = bound.axes(), dict[str, int]()
+    rule, whole = f"{', '.join(ins)} -> {', '.join(outs)}", bound.op.unsharded
+    if bound.op.tiles:
+        axis, tiles, block = bound.op.tiles
+        shapes = zip(types, ins, strict=True)
+        n = next(x.shape[axes.split().index(axis)] for x, axes in shapes if axis in axes.split())
+        # A symbolic size is negative here, a mesh that is not known has none, and Shardy wants two
+        # factors larger than 1.
+        if n > block > 1 and n % (block * max(1, mesh.size)) == 0:
+            rule, sizes = re.sub(rf"\b{axis}\b", f"({tiles} {axis})", rule), {axis: block}
+        else:
+            whole = (*whole, tiles)
+    names = dict.fromkeys(re.findall(r"\w+", rule))
+    return rule, {"need_replication_factors": tuple(a for a in names if a in whole), **sizes}

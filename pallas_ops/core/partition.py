@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from pallas_ops.core import dispatch, shards
 from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op, Run
-from pallas_ops.core.layout import Axes, named, spec, split_of
+from pallas_ops.core.layout import Axes, named, shardy_rule, spec, split_of
 
 T = TypeVar("T", bound=jax.Array | None)
 
@@ -78,7 +78,7 @@ def _split_alike(bound: Bound, xs: Arrays) -> tuple[Any, dict[str, Axes], list[j
     mesh, *others = {s.mesh for s in shardings if not s.mesh.empty}
     if others:
         raise ValueError(f"operands are sharded over the meshes {[mesh, *others]}; accepted: one")
-    split = split_of(bound, shardings, ins)
+    split = split_of(bound, [x.shape for x in xs], shardings, ins)
     to = (NamedSharding(mesh, spec(split, axes)) for axes in ins)
     return mesh, split, [*map(jax.sharding.reshard, xs, to)]
 
@@ -104,10 +104,10 @@ def _vmapped(bound: Bound, *, alone: bool = False) -> Run:
 @functools.lru_cache(maxsize=1024)
 def _partitioned(bound: Bound) -> Run:
     ins, outs = bound.axes()
-    names = dict.fromkeys(name for axes in ins for name in axes.split())  # in Shardy's order
 
     def split_in(mesh: Mesh, operands: Any) -> dict[str, Axes]:
-        return split_of(bound, [named(x.sharding, mesh, x.ndim) for x in operands], ins)
+        shardings = [named(x.sharding, mesh, x.ndim) for x in operands]
+        return split_of(bound, [x.shape for x in operands], shardings, ins)
 
     def shardings(mesh: Mesh, split: dict[str, Axes], arrays: Sequence[str]) -> Any:
         return tuple(NamedSharding(mesh, spec(split, axes)) for axes in arrays)
@@ -125,8 +125,7 @@ def _partitioned(bound: Bound) -> Run:
         partition=partition,
         infer_sharding_from_operands=infer,  # asked by GSPMD alone, Shardy's predecessor
         decode_shardings=False,  # JAX cannot where a reshape has cut a mesh axis in two
-        sharding_rule=f"{', '.join(ins)} -> {', '.join(outs)}",
-        need_replication_factors=tuple(a for a in names if a in bound.op.unsharded),
+        sharding_rule=partial(shardy_rule, bound),
     )
     return wrapped
 

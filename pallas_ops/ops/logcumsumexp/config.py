@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of the whole axis; one state more is saved."""
+        """Tiles of the whole axis."""
         return -(-self.view.s.n // self.c.block_n)
 
     @property

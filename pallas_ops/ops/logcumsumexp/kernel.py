@@ -42,9 +42,10 @@ from pallas_ops.scan.view import MAX_VECTOR, launch_plan
 def forward(
     x: jax.Array, *given: jax.Array | None, params: Params, save: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Output and final state; to save: pivots and totals before each tile and after the last."""
+    """Output and final state; to save: pivots and totals before each tile, and after the last."""
     plan = plan_of(x, params)
-    s, sizes = plan.view.s, (1, *[plan.num_tiles + 1] * (2 * save))
+    s, tiles = plan.view.s, plan.num_tiles
+    sizes = (1, tiles, tiles, 1, 1) if save else (1,)
     view = x.reshape(s.b, s.n, s.c)
     before = segments.sums_before(s, partial(_totals, plan, is_interpreted(), view))
     columns = (None if y is None else y.reshape(s.b, 1, s.c) for y in given)
@@ -53,8 +54,9 @@ def forward(
         _forward_kernel, plan, "logcumsumexp", shapes, view, *columns, *before, save=save
     )
     outer, inner = x.shape[: params.axis], x.shape[params.axis + 1 :]
-    saved = [y.reshape(*outer, -1, *inner) for y in saved]
-    return out.reshape(x.shape), final.reshape(*outer, *inner), *saved
+    states = [y.reshape(*outer, -1, *inner) for y in saved[:2]]
+    final, *last = (y.reshape(*outer, *inner) for y in (final, *saved[2:]))
+    return out.reshape(x.shape), final, *states, *last
 
 
 saving = partial(forward, save=True)
@@ -116,7 +118,7 @@ def _forward_kernel(
     s_ref: Ref | None,
     out_ref: Ref,
     final_ref: Ref,  # [b, 1, c]
-    *saved_refs: Ref,  # [b, tiles + 1, c], if states are saved
+    *saved_refs: Ref,  # if states are saved: two [b, tiles, c], two [b, 1, c] of the last
     plan: Plan,
     save: bool,
 ) -> None:
@@ -133,15 +135,15 @@ def _forward_kernel(
         if save:
             number = ranges.number * view.tiles + t
             there = number < plan.num_tiles if view.s.n % view.s.size else None
-            for ref, y in zip(saved_refs, state[:2], strict=True):
-                ranges.store(ref, number, y, there)
+            for ref, y in zip(saved_refs[:2], state[:2], strict=True):
+                ranges.store(ref, ranges.place(number), y, there)
         return _tile(ranges, t * plan.c.block_n, state, x_ref, out_ref)
 
     state = ranges.loop(step, state_of(pair))
     is_last = None if view.s.count == 1 else ranges.number == view.s.count - 1
     ranges.store(final_ref, 0, log_of(*state[:2]), is_last)
-    for ref, y in zip(saved_refs, state[:2], strict=False):
-        ranges.store(ref, plan.num_tiles, y, is_last)
+    for ref, y in zip(saved_refs[2:], state[:2], strict=False):
+        ranges.store(ref, 0, y, is_last)
 
 
 def _tile(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref) -> State:

@@ -16,8 +16,9 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import Params, Plan, plan_of
-from pallas_ops.ops.logcumsumexp.reference import State
+from pallas_ops.ops.logcumsumexp.reference import State, of_first_tile
 from pallas_ops.ops.logcumsumexp.tiles import (
+    Saved,
     Segments,
     compensated,
     exponentials,
@@ -53,12 +54,12 @@ def backward(
 
 
 def backward_totals(
-    x: jax.Array, do: jax.Array, saved_p: jax.Array, saved_s: jax.Array, *, params: Params
+    x: jax.Array, do: jax.Array, *saved: jax.Array, params: Params
 ) -> tuple[jax.Array]:
     """The gradient of the total before the first tile, without that of the final state."""
     plan = plan_of(x, params, backward=True)
-    s, pivot = plan.view.s, lax.index_in_dim(saved_p, 0, params.axis, keepdims=False)
-    arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, saved_p, saved_s)]
+    s, pivot = plan.view.s, of_first_tile(saved[0], params)
+    arrays = [y.reshape(s.b, -1, s.c) for y in (x, do, *saved)]
     p, w = segments.sum_pairs(_totals(plan, arrays))
     return ((w * jnp.exp(p + pivot.reshape(p.shape))).reshape(pivot.shape),)
 
@@ -76,15 +77,18 @@ def _totals(plan: Plan, arrays: list[jax.Array]) -> Pair:
 def _totals_kernel(
     x_ref: Ref,  # [b, n, c], as do_ref
     do_ref: Ref,
-    saved_p_ref: Ref,  # [b, tiles + 1, c], as saved_s_ref
+    saved_p_ref: Ref,  # [b, tiles, c], as saved_s_ref
     saved_s_ref: Ref,
+    last_p_ref: Ref,  # [b, 1, c], as last_s_ref
+    last_s_ref: Ref,
     p_ref: Ref,  # [b, c, count], as w_ref
     w_ref: Ref,
     *,
     plan: Plan,
 ) -> None:
-    ranges, saved = Segments(plan), (saved_p_ref, saved_s_ref)
-    pivot, _ = ranges.load_saved(saved, (ranges.number + 1) * plan.view.tiles)
+    ranges = Segments(plan)
+    saved = Saved(ranges, saved_p_ref, saved_s_ref, last_p_ref, last_s_ref)
+    pivot = saved.pivot_after_range()
     grad = state_of((pivot, jnp.zeros(ranges.shape, jnp.float32)))
     grad = _tiles(ranges, grad, saved, (x_ref, do_ref, None))
     segments.store(ranges, p_ref, w_ref, (-grad.pivot, grad.total))
@@ -93,9 +97,11 @@ def _totals_kernel(
 def _backward_kernel(
     x_ref: Ref,  # [b, n, c], as do_ref and dx_ref
     do_ref: Ref,
-    saved_p_ref: Ref,  # [b, tiles + 1, c], as saved_s_ref
+    saved_p_ref: Ref,  # [b, tiles, c], as saved_s_ref
     saved_s_ref: Ref,
-    dfinal_ref: Ref | None,  # [b, 1, c], as dinitial_ref
+    last_p_ref: Ref,  # [b, 1, c], as last_s_ref and dinitial_ref
+    last_s_ref: Ref,
+    dfinal_ref: Ref | None,
     p_ref: Ref | None,  # sums after segments [b, c, count], as w_ref
     w_ref: Ref | None,
     dx_ref: Ref,
@@ -103,23 +109,24 @@ def _backward_kernel(
     *,
     plan: Plan,
 ) -> None:
-    ranges, saved = Segments(plan), (saved_p_ref, saved_s_ref)
-    pivot, total = ranges.load_saved(saved, plan.num_tiles)
+    ranges = Segments(plan)
+    saved = Saved(ranges, saved_p_ref, saved_s_ref, last_p_ref, last_s_ref)
+    pivot, total = saved.last
     grad = jnp.zeros(ranges.shape, jnp.float32)
     if dfinal_ref is not None:
         grad = share(ranges.load(dfinal_ref, 0), total)
     if p_ref is not None:
         last, (p, w) = pivot, segments.load(ranges, p_ref, w_ref, reverse=True)
-        pivot, _ = ranges.load_saved(saved, (ranges.number + 1) * plan.view.tiles)
+        pivot = saved.pivot_after_range()
         grad = rebase(grad, pivot, last) + w * exp2((p + pivot) * LOG2E)
     after = _tiles(ranges, state_of((pivot, grad)), saved, (x_ref, do_ref, dx_ref))
-    _, total = ranges.load_saved(saved, 0)
+    _, total = saved.before(0)
     is_first = None if plan.view.s.count == 1 else ranges.number == 0
     dinitial = jnp.where(total == jnp.inf, jnp.nan, total * after.total)
     ranges.store(dinitial_ref, 0, dinitial, is_first)
 
 
-def _tiles(ranges: Segments, grad: State, saved: tuple[Ref, Ref], refs: Refs) -> State:
+def _tiles(ranges: Segments, grad: State, saved: Saved, refs: Refs) -> State:
     """Scans the range from its last tile on; from the gradient of the sum after it, before it.
 
     A gradient is a `State`: the pivot that it is relative to, itself, and a compensation term.
@@ -128,7 +135,7 @@ def _tiles(ranges: Segments, grad: State, saved: tuple[Ref, Ref], refs: Refs) ->
 
     def step(t: Any, grad: State) -> State:
         t = tiles - 1 - t
-        before = state_of(ranges.load_saved(saved, ranges.number * tiles + t))
+        before = state_of(saved.before(ranges.number * tiles + t))
         return _tile(ranges, t * ranges.c.block_n, before, grad, refs)
 
     return ranges.loop(step, grad)

@@ -53,7 +53,7 @@ def initial_state(
 def forward(
     x: jax.Array, *given: jax.Array | None, params: Params, save: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Output and final state; to save: pivots and totals before each tile and after the last.
+    """Output and final state; to save: pivots and totals before each tile, and after the last.
 
     States are in float32 (float64), the final one without the axis. What is given: the initial
     state, if any, and None; or a pivot and a total.
@@ -63,8 +63,10 @@ def forward(
     what = "log and pair" if save else "log"
     last, (out, *states) = _scan(start, (numbers,), what, params.reverse)
     result = reshard_like(jnp.moveaxis(out, 0, axis).astype(x.dtype), x)
+    if not save:
+        return result, last.log
     pairs = zip(start, states, strict=False)
-    return result, last.log, *(_at_tiles(first, y, params) for first, y in pairs)
+    return result, last.log, *(_before_tiles(first, y, params) for first, y in pairs), *last[:2]
 
 
 saving = partial(forward, save=True)
@@ -96,7 +98,7 @@ def _pulled(
     x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array, params: Params
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dx, the total before the first tile and its gradient."""
-    pivot, total = (lax.index_in_dim(y, 0, params.axis, keepdims=False) for y in saved)
+    pivot, total = (of_first_tile(y, params) for y in saved[:2])
     dfinal = jnp.zeros_like(total) if dfinal is None else dfinal
     x, do = (gathered(y, params.axis) for y in (x, do))
     pull = jax.vjp(lambda x, total: forward(x, pivot, total, params=params), x, total)[1]
@@ -110,19 +112,20 @@ def _numbers(x: jax.Array, params: Params) -> jax.Array:
     return clamp(jnp.moveaxis(y, params.axis, 0), params.clip)
 
 
-def _at_tiles(first: jax.Array, y: jax.Array, params: Params) -> jax.Array:
-    """`first`, and of y, whose entries belong to positions, those of the last one of each tile."""
+def _before_tiles(first: jax.Array, y: jax.Array, params: Params) -> jax.Array:
+    """`first`, and of y, whose entries belong to positions, those before each other tile."""
     y, block_n = y[::-1] if params.reverse else y, params.block_n
-    last = y[-1:] if len(y) % block_n else y[:0]
-    y = jnp.concatenate([first[None], y[block_n - 1 :: block_n], last])
-    return jnp.moveaxis(y, 0, params.axis)
+    y = jnp.concatenate([first[None], y[block_n - 1 : max(0, len(y) - 1) : block_n]])
+    return jnp.moveaxis(y[::-1] if params.reverse else y, 0, params.axis)
+
+
+def of_first_tile(y: jax.Array, params: Params) -> jax.Array:
+    """Of what each tile has, in the order of x, that of the first one in the order of the sum."""
+    return lax.index_in_dim(y, -1 if params.reverse else 0, params.axis, keepdims=False)
 
 
 def _scan(
-    state: State,
-    xs: tuple[jax.Array, ...],
-    what: str,
-    reverse: bool = False,
+    state: State, xs: tuple[jax.Array, ...], what: str, reverse: bool = False
 ) -> tuple[State, Any]:
     """The final state, and what is emitted (`_EMITTED`) for each of xs.
 

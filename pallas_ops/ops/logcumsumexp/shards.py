@@ -24,6 +24,7 @@ from pallas_ops.ops.logcumsumexp.reference import (
     State,
     clamp,
     finite,
+    of_first_tile,
     pair_of,
     pair_of_nothing,
 )
@@ -48,53 +49,57 @@ class Shard:
         out, _, *saved = self.run("saving" if save else "forward", *shards.unify(x, *before))
         return out, _log(last), *saved
 
-    def forward_saving_all(self, x: jax.Array, *given: jax.Array | None) -> tuple[jax.Array, ...]:
-        """Saves on each shard the states before all tiles of the axis, and after the last.
+    def forward_saving(self, x: jax.Array, *given: jax.Array | None) -> tuple[jax.Array, ...]:
+        """`forward` where XLA shards the passes: what one device would save, or its shard of that.
 
-        They are what one device would save, as XLA may shard the backward pass in another way, or
-        not at all. Where shards do not begin at tiles, the states come from a second scan, of the
-        numbers from the first tile on that begins in the shard; the others go behind them.
+        XLA may shard the backward pass in another way, or not at all. Where shards begin at tiles,
+        their states are sharded like x. Elsewhere every shard has the states of all tiles, which
+        come from a second scan, of the numbers from the first tile on that begins in the shard;
+        the others go behind them.
         """
         axis, n, block_n = self.params.axis, x.shape[self.params.axis], self.params.block_n
         before, last = self._states(self.run("totals", x), *given)
         if n % block_n == 0:
             out, _, *saved = self.run("saving", x, *before)
-        else:
-            out, _ = self.run("forward", x, *before)
-            skipped = -(self.number * n) % block_n
-            before = _sum(before, self._first(x, skipped))
-            rolled = jnp.roll(x, skipped if self.params.reverse else -skipped, axis)
-            saved = self.run("saving", rolled, *before)[2:]
+            return out, _log(last), *saved[:2], *last
+        out, _ = self.run("forward", x, *before)
+        skipped = -(self.number * n) % block_n
+        before = _sum(before, self._first(x, skipped))
+        rolled = jnp.roll(x, skipped if self.params.reverse else -skipped, axis)
+        saved = self.run("saving", rolled, *before)[2:4]
         # How many tiles begin before each shard, and how many in it.
         earlier = [-(-i * n // block_n) for i in range(self.count + 1)]
         sizes = [end - begin for begin, end in itertools.pairwise(earlier)]
-        return out, _log(last), *self._joined(saved, sizes, last)
+        return out, _log(last), *self._joined(saved, sizes), *last
 
-    def backward_from_all(
+    def backward_from_saved(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
     ) -> Pair:
-        """From the states that `forward_saving_all` saved.
+        """From what `forward_saving` saved.
 
         Where shards do not begin at tiles, another scan finds the states of the shard's own tiles.
         """
-        axis, block_n = self.params.axis, self.params.block_n
-        if x.shape[axis] % block_n == 0:
-            tiles = x.shape[axis] // block_n
-            own = [lax.dynamic_slice_in_dim(y, self.number * tiles, tiles + 1, axis) for y in saved]
+        axis = self.params.axis
+        first = [of_first_tile(y, self.params) for y in saved[:2]]
+        if x.shape[axis] % self.params.block_n == 0:
+            # The last state of a shard is the first of the next one.
+            after = [
+                lax.dynamic_index_in_dim(y, self.number + 1, keepdims=False)
+                for y in self._gathered(*first)
+            ]
+            last = _choose(self.number == self.count - 1, saved[2:], after)
+            saved = (*saved[:2], *last)
         else:
-            start = (lax.index_in_dim(y, 0, axis, keepdims=False) for y in saved)
-            before, _ = self._states(self.run("totals", x), *start)
-            own = self.run("saving", x, *before)[2:]
-        return self.backward(x, do, dfinal, *own)
+            before, _ = self._states(self.run("totals", x), *first)
+            saved = self.run("saving", x, *before)[2:]
+        return self.backward(x, do, dfinal, *saved)
 
     def backward(
         self, x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array
     ) -> Pair:
         """dx of the shard, and on all shards the gradient of the initial state."""
-        (p, t), (last_p, last_t) = (
-            [lax.index_in_dim(y, at, self.params.axis, keepdims=False) for y in saved]
-            for at in (0, -1)
-        )
+        p, t = (of_first_tile(y, self.params) for y in saved[:2])
+        last_p, last_t = saved[2:]
         is_last, numbers = self.number == self.count - 1, jnp.arange(self.count)
         (u,) = self.run("backward_totals", x, do, *saved)
         dfinal = jnp.zeros_like(u) if dfinal is None else dfinal
@@ -130,18 +135,19 @@ class Shard:
         pivot = finite(x.max(axis))
         return pivot, jnp.exp(x - jnp.expand_dims(pivot, axis)).sum(axis)
 
-    def _joined(self, states: list[jax.Array], sizes: list[int], last: Pair) -> list[jax.Array]:
-        """Of each shard the first so many states, one shard after the other, and the last state."""
-        axis = self.params.axis
-        every = self._gathered(*(lax.slice_in_dim(y, 0, max(sizes), axis=axis) for y in states))
-        return [
-            jnp.concatenate(
-                [lax.slice_in_dim(y, 0, n, axis=axis) for y, n in zip(ys, sizes, strict=True)]
-                + [jnp.expand_dims(end, axis)],
-                axis,
-            )
-            for ys, end in zip(every, last, strict=True)
+    def _joined(self, states: list[jax.Array], sizes: list[int]) -> list[jax.Array]:
+        """Of each shard the states of the first so many tiles, one shard after the other."""
+        axis, most = self.params.axis, max(sizes)
+
+        def in_order(x: jax.Array) -> jax.Array:
+            return jnp.flip(x, axis) if self.params.reverse else x
+
+        every = self._gathered(*(lax.slice_in_dim(in_order(y), 0, most, axis=axis) for y in states))
+        parts = [
+            [lax.slice_in_dim(y, 0, n, axis=axis) for y, n in zip(ys, sizes, strict=True)]
+            for ys in every
         ]
+        return [in_order(jnp.concatenate(ys, axis)) for ys in parts]
 
     def _gathered(self, *xs: jax.Array) -> list[jax.Array]:
         """All shards' xs, along a new first axis of each."""

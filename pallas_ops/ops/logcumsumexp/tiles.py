@@ -128,13 +128,39 @@ class Segments(Ranges):
             dx = jnp.where(jnp.abs(tile.load(x_ref)) > self.plan.clip, 0.0, dx)
         tile.store(ref, dx)
 
-    def load_saved(self, refs: tuple[Ref, Ref], tile: Any) -> Pair:
-        """The state saved before a tile of the axis; beyond its end, the last one."""
-        if self.view.s.n % self.view.s.size:
-            tile = jnp.minimum(tile, self.plan.num_tiles)
-        p, s = (self.load(ref, tile) for ref in refs)
-        return (fastmath.pinned(p), fastmath.pinned(s)) if self.c.num_stages > 1 else (p, s)
+    def place(self, tile: Any) -> Any:
+        """Where the state before a tile, counted in the order of the sum, is saved."""
+        return self.plan.num_tiles - 1 - tile if self.view.reverse else tile
 
     def loop(self, step: Callable[[Any, State], State], state: State) -> State:
         """`step` of each tile of a segment."""
         return loop(self.view.tiles, step, state, self.c.num_stages)
+
+
+class Saved:
+    """The states that the forward pass saved: before each tile, and after the last one."""
+
+    def __init__(self, ranges: Segments, p_ref: Ref, s_ref: Ref, *last_refs: Ref) -> None:
+        self.ranges, self.refs = ranges, (p_ref, s_ref)
+        p, s = (ranges.load(ref, 0) for ref in last_refs)
+        self.last: Pair = p, s
+
+    def before(self, tile: Any) -> Pair:
+        """The state before a tile of the axis; beyond its end, the last one."""
+        view, place = self.ranges.view, self.ranges.place(tile)
+        there = tile < self.ranges.plan.num_tiles if view.s.n % view.s.size else None
+        p, s = (self.ranges.load(ref, place, there) for ref in self.refs)
+        if self.ranges.c.num_stages > 1:
+            p, s = fastmath.pinned(p), fastmath.pinned(s)
+        if there is not None:
+            p, s = (jnp.where(there, *xs) for xs in zip((p, s), self.last, strict=True))
+        return p, s
+
+    def pivot_after_range(self) -> jax.Array:
+        ranges = self.ranges
+        if ranges.view.s.count == 1:
+            return self.last[0]
+        tile = (ranges.number + 1) * ranges.view.tiles
+        there = tile < ranges.plan.num_tiles
+        pivot = ranges.load(self.refs[0], ranges.place(tile), there)
+        return jnp.where(there, pivot, self.last[0])

@@ -25,17 +25,17 @@ RESIDUALS = "pallas_ops.logcumsumexp"
 
 
 @functools.lru_cache(maxsize=128)
-def op(name: str, before: int, after: int) -> Op:
+def op(name: str, before: int, after: int, block_n: int) -> Op:
     """The op of a pass, with axes beside the scanned one; totals are what shards exchange."""
     full, states = names(before, after, "n"), names(before, after, "m")
     column = names(before, after)
-    given, saved = (full, column, column), (states, states)
+    given, saved = (full, column, column), (states, states, column, column)
     operands, results, of_shard = dict[str, Any](
         totals=((full,), (column, column), None),
         forward=(given, (full, column), Shard.forward),
-        saving=(given, (full, column, *saved), Shard.forward_saving_all),
+        saving=(given, (full, column, *saved), Shard.forward_saving),
         backward_totals=((full, full, *saved), (column,), None),
-        backward=((full, full, column, *saved), (full, column), Shard.backward_from_all),
+        backward=((full, full, column, *saved), (full, column), Shard.backward_from_saved),
     )[name]
     kernels = kernel_backward if name.startswith("backward") else kernel
     return Op(
@@ -44,7 +44,8 @@ def op(name: str, before: int, after: int) -> Op:
         reference=getattr(reference, name),
         operands=operands,
         results=results,
-        unsharded=("m",) if of_shard else ("n", "m"),
+        unsharded=() if of_shard else ("n", "m"),
+        tiles=("n", "m", block_n) if of_shard and name != "forward" else None,
         shards=of_shard and ("n", partial(_of_shard, of_shard)),
         has_pairs=name in ("totals", "saving", "backward"),
     )
@@ -55,7 +56,8 @@ def _passes(params: Params, run: Run | None = None) -> Run:
     run = run or partial(call, implementation=params.implementation)
 
     def run_pass(name: str, x: jax.Array, *others: Any) -> tuple[jax.Array, ...]:
-        return run(op(name, params.axis, x.ndim - params.axis - 1), x, *others, params=params)
+        one = op(name, params.axis, x.ndim - params.axis - 1, params.block_n)
+        return run(one, x, *others, params=params)
 
     return run_pass
 
