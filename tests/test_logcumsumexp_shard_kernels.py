@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_ops
@@ -186,6 +186,22 @@ def test_shards_save_the_states_of_the_whole_axis(
         for out, final, p, t, last_p, last_t in (run(*placed), run(x, start, None))
     )
     assert_close(got, want, terms=8 * length)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_explicit_types_of_states(rng: Rng, implementation: Any) -> None:
+    """Of four tiles, sharded like x; the differentiated gradient reads them too."""
+    mesh, xs = shards.line(4, AxisType.Explicit), on_host([random_array(rng, (1, 512, 16))] * 2)
+
+    def second(x: jax.Array, do: jax.Array) -> Any:
+        fn = partial(pallas_ops.logcumsumexp, axis=1, reverse=True, implementation=implementation)
+        out, pull = jax.vjp(lambda x, do: jax.vjp(fn, x)[1](do)[0], x, do)
+        return out, pull(jnp.cos(out))
+
+    want = jax.jit(second)(*xs)
+    with jax.set_mesh(mesh):
+        got = jax.jit(second)(*shards.placed(mesh, xs, (SEQUENCE, SEQUENCE)))
+    assert_close(got, want, terms=512)
 
 
 def test_no_nan_is_saved() -> None:

@@ -65,8 +65,12 @@ def _differentiable(bound: Bound) -> Run:
 
 
 def _reference(bound: Bound, *xs: jax.Array) -> tuple[jax.Array, ...]:
-    """The reference, of operands that are split alike where their types say how."""
-    return bound.reference(*(_split_alike(bound, xs)[2] if any(map(is_explicit, xs)) else xs))
+    """The reference; where types say how arrays are split, all are split alike."""
+    if not any(map(is_explicit, xs)):
+        return bound.reference(*xs)
+    mesh, split, ys = _split_alike(bound, xs)
+    to = (NamedSharding(mesh, spec(split, axes)) for axes in bound.axes()[1])
+    return tuple(map(jax.sharding.reshard, bound.reference(*ys), to))
 
 
 def _split_alike(bound: Bound, xs: Arrays) -> tuple[Any, dict[str, Axes], list[jax.Array]]:

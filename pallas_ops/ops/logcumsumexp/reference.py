@@ -98,7 +98,7 @@ def _pulled(
     x: jax.Array, do: jax.Array, dfinal: jax.Array | None, *saved: jax.Array, params: Params
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dx, the total before the first tile and its gradient."""
-    pivot, total = (of_first_tile(y, params) for y in saved[:2])
+    pivot, total = (of_first_tile(gathered(y, params.axis), params) for y in saved[:2])
     dfinal = jnp.zeros_like(total) if dfinal is None else dfinal
     x, do = (gathered(y, params.axis) for y in (x, do))
     pull = jax.vjp(lambda x, total: forward(x, pivot, total, params=params), x, total)[1]

@@ -1,6 +1,6 @@
 """logcumsumexp over the shards of its axis, with one exchange of a state a shard in each pass.
 
-(Where XLA shards the passes, the forward pass of a gradient also exchanges the states of tiles.)
+(Where XLA shards the passes and cuts tiles, the states of all tiles are exchanged as well.)
 
 Forward, each shard sums up its part of x as a pair (pivot, total), and starts from the sum of the
 pairs before it. Backward, each shard finds the gradient of the total that it started from. That of
