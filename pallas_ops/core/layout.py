@@ -68,11 +68,11 @@ def split_of(
 
 
 def shardy_rule(
-    bound: Bound, mesh: Mesh, types: Sequence[Any], _: Sequence[Any]
+    bound: Bound, _: Mesh, types: Sequence[Any], __: Sequence[Any]
 ) -> tuple[str, dict[str, Any]]:
-    """The axes of operands and results for XLA's partitioner, Shardy, given their MLIR types.
+    """The axes of operands and results for XLA's partitioner, Shardy, given operands' MLIR types.
 
-    Where no sharding over the mesh can cut a tile, positions are "(tiles positions)".
+    An axis of whole tiles is "(tiles positions)": its shards may be shards of tiles.
     """
     (ins, outs), sizes = bound.axes(), dict[str, int]()
     rule, whole = f"{', '.join(ins)} -> {', '.join(outs)}", bound.op.unsharded
@@ -80,9 +80,8 @@ def shardy_rule(
         axis, tiles, block = bound.op.tiles
         shapes = zip(types, ins, strict=True)
         n = next(x.shape[axes.split().index(axis)] for x, axes in shapes if axis in axes.split())
-        # A symbolic size is negative here, a mesh that is not known has none, and Shardy wants two
-        # factors larger than 1.
-        if n > block > 1 and n % (block * max(1, mesh.size)) == 0:
+        # A symbolic size is negative here, and Shardy wants two factors larger than 1.
+        if n > block > 1 and n % block == 0:
             rule, sizes = re.sub(rf"\b{axis}\b", f"({tiles} {axis})", rule), {axis: block}
         else:
             whole = (*whole, tiles)
