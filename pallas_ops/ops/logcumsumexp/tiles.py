@@ -157,6 +157,7 @@ class Saved:
         return p, s
 
     def pivot_after_range(self) -> jax.Array:
+        """The pivot of the state after each range: that before the next range's first tile."""
         ranges = self.ranges
         if ranges.view.s.count == 1:
             return self.last[0]
