@@ -192,7 +192,7 @@ def case(**settings: Any) -> Any:
 
 
 def in_turn(cases: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The first case with every value, each other case with one of them, to parametrize a test.
+    """Each case with one value, and each value with a case, to parametrize a test.
 
     For programs that take long to compile; `tests/fuzz` draws every combination.
     """
@@ -201,12 +201,11 @@ def in_turn(cases: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         name = getattr(x, "__name__", None) or getattr(x, "name", None) or str(x)
         return x if hasattr(x, "values") else pytest.param(x, id=name)
 
-    first, *others = cases
-    pairs = [(first, value) for value in values]
-    pairs += zip(others, itertools.cycle(values), strict=False)
+    count = max(len(cases), len(values))
+    pairs = zip(range(count), itertools.cycle(cases), itertools.cycle(values), strict=False)
     return [
         pytest.param(*a.values, *b.values, id=f"{a.id}-{b.id}")
-        for a, b in (map(parameters, pair) for pair in pairs)
+        for a, b in (map(parameters, pair) for _, *pair in pairs)
     ]
 
 

@@ -15,6 +15,8 @@ from pallas_ops.ops.tpa_decode.config import Sizes
 from tests.support import (
     EPS32,
     assert_as_good_as_reference,
+    case,
+    in_turn,
     kernel_implementation,
     random_cotangents,
 )
@@ -41,15 +43,18 @@ def test_gradients_of_many_queries_come_in_blocks(
     assert_as_good_as_reference(got, own, truth, floor=16 * EPS32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("has_lengths", "window"), [(True, None), (False, 7), (True, 7)])
+MASKS = [case(has_lengths=True), case(window=7), case(has_lengths=True, window=7)]
+
+
+@pytest.mark.parametrize(("masks", "dtype"), in_turn(MASKS, [jnp.float32, jnp.bfloat16]))
 def test_gradients_of_many_queries_come_in_chunks(
-    rng: Rng, dtype: Any, has_lengths: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+    rng: Rng, dtype: Any, masks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four queries; the last one is filled up. Two of four sequences at a time."""
     for name, value in dict(CHUNK=4, SCORES=1, LEAST_ROWS=1, AT_ONCE=8 * 40 * 5 * 24).items():
         monkeypatch.setattr(formed, name, value)
     jax.clear_caches()  # the same calls may have been made without
+    has_lengths, window = "has_lengths" in masks, masks.get("window")
     shape: dict[str, Any] = dict(b=4, n=11, m=40, h=5, r=4, d=16, e=8, rk=2)
     xs, ends = factors(rng, dtype, **shape), [40, 12, 5, 38] if has_lengths else [40] * 4
     lengths = jnp.asarray(ends, jnp.int32) if has_lengths else None

@@ -65,8 +65,7 @@ def test_what_is_taken_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["highest", "default"])
-def test_gradients_of_a_prompt_take_less_memory_than_materialised_ones(precision: Any) -> None:
+def test_gradients_of_a_prompt_take_less_memory_than_materialised_ones() -> None:
     """1,024 queries of 32 heads behind 8,192 tokens."""
     heads, features = (1, 8192, 32), (1, 8192, 128)
     shapes = (1, 1024, 32, 16), heads, heads, (1, 1024, 16, 128), features, features
@@ -77,8 +76,9 @@ def test_gradients_of_a_prompt_take_less_memory_than_materialised_ones(precision
         program = h200.compile_for_h200(lambda xs, do: jax.vjp(decode, *xs)[1](do), xs, out)
         return int(program.memory.temp_size_in_bytes)
 
-    got = bytes_of(partial(pallas_ops.tpa_decode, precision=precision))
-    assert got < 0.6 * bytes_of(pallas_ops.reference.tpa_decode_naive)
+    most = 0.6 * bytes_of(pallas_ops.reference.tpa_decode_naive)
+    for precision in ("highest", "default"):
+        assert bytes_of(partial(pallas_ops.tpa_decode, precision=precision)) < most
 
 
 def test_a_group_of_sequences_goes_the_way_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
