@@ -8,11 +8,11 @@ from pallas_ops.ops.tpa_decode import vjp as _tpa_decode
 
 
 class Residuals(enum.StrEnum):
-    """What the ops save for their gradients besides their arguments: small arrays, by name.
+    """What the ops save for their gradients besides their arguments, by name.
 
-    Under `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*Residuals))` no
-    forward kernel runs a second time, but that of chunk_cumsum_decay if its scale is an array: its
-    sums are not small, and have no name.
+    These arrays are small, but not the angles of lrpe_cosine's `cache_angles`. Under
+    `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*Residuals))` no forward
+    kernel runs twice, except chunk_cumsum_decay's if its scale is an array (its sums have no name).
     """
 
     LOGCUMSUMEXP = _logcumsumexp.RESIDUALS

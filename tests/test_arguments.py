@@ -108,7 +108,7 @@ def test_references_refuse_in_the_same_words(
 
 
 def test_a_traced_grid_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"shape is \(.*; accepted: the grid's"):
+    with pytest.raises(TypeError, match=r"shape is \(.*; accepted: the sizes of the grid"):
         jax.jit(pallas_ops.md_lrpe_cosine)(X, THETA, shape=(2, 3))
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from jax.sharding import AbstractDevice
 
 from pallas_ops.core import card, launch
 from tests import h200
@@ -52,6 +53,13 @@ def test_a_local_card_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         assert card.current() == card.named("NVIDIA L4")
     monkeypatch.setattr(card, "_local", lambda: None)
     assert card.current() == card.SMALLEST
+
+
+def test_a_mesh_of_a30s_is_known() -> None:
+    """JAX is told of an A30 where the card is unknown."""
+    device = AbstractDevice(device_kind="NVIDIA A30", num_cores=56, platform="gpu")
+    with card.lowered_for(device):
+        assert card.current() == card.named("NVIDIA A30")
 
 
 def test_a_card_without_a_name_tells_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:

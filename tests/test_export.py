@@ -46,7 +46,10 @@ OPEN += [(op, tuple(axis_letters(op))) for op in OPS]
 def test_export_of_open_sizes_runs_the_reference(
     rng: Rng, op: TestedOp, letters: tuple[str, ...]
 ) -> None:
-    """Of any axis, alone and together with all others; with its gradient."""
+    """Of any axis, alone and together with all others; with its gradient.
+
+    Compiled where the batch is open, alone and together with all others.
+    """
     symbols = dict(zip(letters, jax.export.symbolic_shape(", ".join(letters)), strict=True))
     xs = jax.device_put(op.arguments(rng, b=3), jax.devices("cpu")[0])
     sizes = dict(op.sizes) | {"b": 3} | symbols
@@ -54,11 +57,12 @@ def test_export_of_open_sizes_runs_the_reference(
     structs = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, xs, strict=True)]
     exported = jax.export.export(jax.jit(op.fn), platforms=("cpu", "cuda"))(*structs)
     loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
-    weights = random_weights(rng, op, xs)
-    want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
-    out, got = called(loaded, xs, weights)
-    assert_close(out, want, terms=TERMS)
-    assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
+    if "b" in letters:
+        weights = random_weights(rng, op, xs)
+        want, grads = value_and_vjp(compiled(op, "xla"), xs, weights)
+        out, got = called(loaded, xs, weights)
+        assert_close(out, want, terms=TERMS)
+        assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
     with pytest.raises(ValueError, match="is 'triton', whose kernel does not take symbolic sizes"):
         jax.export.export(jax.jit(partial(op.fn, implementation="triton")))(*structs)
 
@@ -134,7 +138,7 @@ def test_the_number_of_a_grids_axes_is_known() -> None:
     n, k = jax.export.symbolic_shape("n, k")
     x, theta = jax.ShapeDtypeStruct((1, n, 1, 4), "float32"), jax.numpy.ones((1, 4))
     fn = partial(pallas_ops.md_lrpe_cosine, theta=theta, shape=None)
-    with pytest.raises(ValueError, match=r"positions.shape is \(n, k\); accepted: .* not for K"):
+    with pytest.raises(ValueError, match=r"positions.shape is \(n, k\); accepted: an int for K"):
         jax.export.export(jax.jit(lambda x, p: fn(x, positions=p)))(
             x, jax.ShapeDtypeStruct((n, k), "int32")
         )

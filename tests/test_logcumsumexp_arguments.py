@@ -76,8 +76,8 @@ def test_what_equals_an_accepted_argument_may_be_refused() -> None:
     ("shape", "axis", "what"),
     [
         ((2**31,), 0, "axis 0"),
-        ((2, 2**16, 2**15), 0, "of the axes behind"),
-        ((2**16, 2**15, 2), -1, "the product of the axes before"),
+        ((2, 2**16, 2**15), 0, "product of the axes behind"),
+        ((2**16, 2**15, 2), -1, "product of the axes before"),
         ((2**16, 2, 2**15), 1, None),
     ],
 )
@@ -87,7 +87,7 @@ def test_kernels_count_in_32_bits(shape: tuple[int, ...], axis: int, what: str |
     program = str(jax.make_jaxpr(partial(pallas_ops.logcumsumexp, axis=axis))(x))
     assert ("pallas_ops_dispatch" in program) == (what is None)
     if what:
-        message = rf"whose kernel does not take more than 2\*\*31 - 2\*\*20 \({what}\)"
+        message = rf"whose kernel does not take sizes above {LONGEST} \({what}\)"
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(partial(pallas_ops.logcumsumexp, axis=axis, implementation="triton"), x)
 

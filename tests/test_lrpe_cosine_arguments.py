@@ -60,7 +60,7 @@ SEQUENCE = LrpeCosineConfig(block_n=4, block_d=4)
         (dict(positions=jnp.ones((1, 2, 6))), ValueError, r"accepted: \[N\] or \[B, N\]"),
         (dict(positions=jnp.ones(6, bool)), TypeError, "positions.dtype is 'bool'"),
         (dict(act="gelu"), ValueError, "act is 'gelu'; accepted: 'none', 'relu', 'sigmoid'"),
-        (dict(act="silu", axis=1), ValueError, "axis is 1 and act 'silu'; accepted: None"),
+        (dict(act="silu", axis=1), ValueError, "axis is 1; accepted: None, as act is 'silu'"),
         (dict(act="softmax"), ValueError, r"axis is None; accepted, for a softmax: 3 or -1"),
         (dict(act="softmax", axis=True), ValueError, "axis is True; accepted, for a softmax"),
         (dict(act="softmax", axis=2), ValueError, r"axis is 2; accepted.* 1 or -3 \(the seq"),
@@ -85,7 +85,7 @@ def test_refusals(change: dict[str, Any], error: type[Exception], message: str) 
     ("change", "error", "message"),
     [
         (dict(shape=(2, 2)), ValueError, r"shape is \(2, 2\) and num_prefix_tokens 0; accepted"),
-        (dict(shape=None), TypeError, "shape is None; accepted: the grid's"),
+        (dict(shape=None), TypeError, "shape is None; accepted: the sizes of"),
         (dict(shape=()), TypeError, r"shape is \(\); accepted"),
         (dict(shape=(-1, -6)), ValueError, "accepted: no negative sizes"),
         (dict(num_prefix_tokens=-1), ValueError, "num_prefix_tokens is -1; accepted: an int >= 0"),

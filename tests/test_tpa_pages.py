@@ -201,7 +201,7 @@ HUGE = jax.ShapeDtypeStruct((2, 2**27), "int32")
         (
             dict(lengths=None),
             ValueError,
-            "lengths is None; accepted: integers .*, for there are pa",
+            "lengths is None; accepted, with a page_table: integers",
         ),
         (dict(page_table=jnp.zeros(2, int)), ValueError, r"page_table.shape is \(2,\); accepted"),
         (dict(page_table=jnp.zeros((3, 1), int)), ValueError, r"page_table.shape is .*B=2"),

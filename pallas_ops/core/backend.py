@@ -13,7 +13,7 @@ __all__ = ("NoKernelError", "fall_back", "plgpu", "require")
 
 
 class NoKernelError(ValueError):
-    """No kernel can run; where the implementation is chosen for the caller, the reference does."""
+    """No kernel can run. If the caller did not ask for one, the reference runs, with a warning."""
 
     def __init__(self, reason: str, hint: str = "") -> None:
         accepted = f"accepted: implementation=None or 'xla', which run jax.numpy{hint}"
@@ -36,6 +36,7 @@ _NEEDED = "CompilerParams", "elementwise_inline_asm", "load", "store"
 
 
 def require() -> None:
+    """Raises NoKernelError where this version of JAX lacks what the kernels need."""
     missing = [name for name in _NEEDED if not hasattr(plgpu, name)]
     if missing:
         what = "no Pallas Triton backend" if plgpu is None else f"no Triton {', '.join(missing)}"

@@ -25,7 +25,7 @@ class Card:
 
     @property
     def has_tensor_memory(self) -> bool:
-        """Whether the tensor cores' results are in a memory of their own, as on sm_100."""
+        """Whether tensor cores accumulate in tensor memory (TMEM), as on sm_100 and sm_103."""
         return self.capability // 10 == 10
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ SHARED_MEMORY = {
     **dict.fromkeys((80, 87), 166_912),
     **dict.fromkeys((90, 100, 103, 107, 110), 232_448),
 }
-# Capability and multiprocessors by a part of the name, for GPUs that are not there.
+# Capability and multiprocessors by a part of the name, for absent GPUs.
 KNOWN = {
     "T4": (75, 40),
     "A30": (80, 56),
@@ -63,8 +63,8 @@ KNOWN = {
 }
 H200 = Card("NVIDIA H200", 90, 132, SHARED_MEMORY[90])
 SMALLEST = Card("an unknown NVIDIA GPU", 80, 48, min(SHARED_MEMORY.values()))
-# Stands for the smallest card where JAX asks which one it is; `num_cores` tells it from an A30.
-_UNKNOWN = AbstractDevice(device_kind="NVIDIA A30", num_cores=56, platform="gpu")
+# What JAX is told where the GPU is unknown; num_cores=0 tells it from a real A30, which has 56.
+_UNKNOWN = AbstractDevice(device_kind="NVIDIA A30", num_cores=0, platform="gpu")
 # What `target_gpu` names: `jax.shard_map` and `jax.set_mesh` put other meshes in place of its own.
 _TARGET: contextvars.ContextVar[AbstractDevice | None] = contextvars.ContextVar(
     "pallas_ops_target", default=None
@@ -72,9 +72,9 @@ _TARGET: contextvars.ContextVar[AbstractDevice | None] = contextvars.ContextVar(
 
 
 def current() -> Card:
-    """The GPU of the mesh that code is lowered under; else the local one; else the smallest.
+    """The GPU of `target_gpu`; else that of the mesh; else the local one; else `SMALLEST`.
 
-    Interpreted kernels have the launches of an H200.
+    The mesh is the one that code is lowered under. Interpreted kernels are launched as on an H200.
     """
     if launch.is_interpreted():
         return H200
@@ -87,10 +87,10 @@ def current() -> Card:
 
 
 def require() -> None:
-    """Triton compiles for Ampere and later, and XLA for all of these but sm_110 (Thor).
+    """Refuses GPUs before Ampere, and sm_110 (Thor): Triton or XLA does not compile for them.
 
     Raises:
-      NoKernelError: where code is lowered for another card.
+      NoKernelError: where code is lowered for one of these.
     """
     card = current()
     if card.capability < SMALLEST.capability or card.capability == 110:
@@ -113,12 +113,10 @@ def known() -> Iterator[None]:
     By itself it finds none where code is for another machine, or the mesh or the default device is
     a CPU's; then this names the target, else the local GPU, else an unknown one.
     """
-    meant = _meant()
-    if _is_found() if meant is None else meant == _of_mesh():
-        yield
-        return
-    local = _local()
-    with _lowered_for(meant or (_UNKNOWN if local is None else _abstract(local.device_kind))):
+    meant, local = _meant(), _local()
+    is_named = _is_found() if meant is None else meant == _of_mesh()
+    device = meant or (_UNKNOWN if local is None else _abstract(local.device_kind))
+    with contextlib.nullcontext() if is_named else lowered_for(device):
         yield
 
 
@@ -128,7 +126,7 @@ def _meant() -> AbstractDevice | None:
 
 
 def _of_mesh() -> AbstractDevice | None:
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = device_of_mesh()
     return device if device is not None and device.platform == "gpu" else None
 
 
@@ -141,7 +139,7 @@ def _local() -> Any:
 
 
 def _of(device: Any) -> Card:
-    """A GPU that is there: the facts that JAX has, else those of the tables."""
+    """A GPU of this process: the facts that JAX has, else those of the tables."""
     card = named(device.device_kind)
     digits = str(getattr(device, "compute_capability", "")).replace(".", "")
     capability = int(digits or card.capability)
@@ -152,7 +150,7 @@ def _of(device: Any) -> Card:
 
 
 def named(kind: str) -> Card:
-    """A GPU that is not there, by the tables; one that they do not have counts as the smallest."""
+    """An absent GPU, by the tables; one that they do not have counts as the smallest."""
     name = _known_name(kind)
     if name is None:
         return dataclasses.replace(SMALLEST, name=kind)
@@ -170,7 +168,7 @@ def _is_known(device: AbstractDevice) -> bool:
     """Whether JAX knows the GPU by name. JAX 0.10.2 has no names, so the table answers."""
     if not hasattr(plgpu, "get_gpu_info"):
         return _known_name(device.device_kind) is not None
-    with _lowered_for(device):
+    with lowered_for(device):
         return _is_found()
 
 
@@ -187,14 +185,14 @@ def _is_found() -> bool:
 def target_gpu(kind: str) -> Iterator[None]:
     """Code that is exported inside is lowered for a GPU of this kind, present or not.
 
-    Enter `jax.set_mesh` before it. There JAX's caches are cleared before and after, because what it
-    has lowered of a function is not remembered by the GPU.
+    Enter `jax.set_mesh` before it, if at all. Under a mesh, JAX's caches are cleared on entry and
+    on exit, because their keys do not contain the GPU.
 
     Args:
       kind: a name as `jax.Device.device_kind` has it, such as "NVIDIA H100" or "NVIDIA A100".
 
     Raises:
-      ValueError: if this version of JAX does not know the kind.
+      ValueError, TypeError: if this version of JAX does not know the kind, or it is no str.
     """
     if not isinstance(kind, str):
         raise TypeError(f"{checks.shown('kind', kind)}; accepted: a str")
@@ -209,7 +207,7 @@ def target_gpu(kind: str) -> Iterator[None]:
     if has_mesh:
         jax.clear_caches()
     try:
-        with contextlib.nullcontext() if has_mesh else _lowered_for(device):
+        with contextlib.nullcontext() if has_mesh else lowered_for(device):
             yield
     finally:
         _TARGET.reset(token)
@@ -221,5 +219,11 @@ def _abstract(kind: str) -> AbstractDevice:
     return AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
 
 
-def _lowered_for(device: AbstractDevice) -> Any:
+def device_of_mesh() -> AbstractDevice | None:
+    """The device that the current mesh names, if there is one."""
+    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+
+
+def lowered_for(device: AbstractDevice | None) -> Any:
+    """A mesh without axes that names the device."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

@@ -16,7 +16,7 @@ from pallas_ops.core.tiles import MOST_PARTS
 KERNEL_DTYPES = (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32"))
 FLOAT_DTYPES = (*KERNEL_DTYPES, jnp.dtype("float64"))
 MAX_WARPS = 32  # of a program
-LARGEST = 2**20  # elements of a tile
+LARGEST = 2**20  # limit of the other launch choices: Triton's of elements in a tile
 _MOST = dict(num_warps=MAX_WARPS, num_parts=MOST_PARTS, num_splits=MOST_PARTS)
 SHOWN = 80  # characters of a value in a message
 T = TypeVar("T")
@@ -59,17 +59,17 @@ def array(name: str, value: Any) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.integer) and getattr(value, "dtype", None) != x.dtype:
         limits = jnp.iinfo(x.dtype)
         if is_beyond(value, limits.min, limits.max):
-            raise ValueError(f"{name} has numbers beyond {x.dtype}; accepted: what that holds")
+            raise ValueError(f"{name} exceeds {x.dtype}; accepted: {limits.min} to {limits.max}")
     return x
 
 
 def is_beyond(value: Any, least: int, most: int) -> bool:
-    """Whether any of NumPy's or Python's integers is; what is traced or symbolic is not asked."""
+    """Whether any integer is outside [least, most]; False for a jax.Array or a symbolic size."""
     leaves = jax.tree.leaves(value)
     if any(isinstance(x, jax.Array) or jax.export.is_symbolic_dim(x) for x in leaves):
         return False
-    numbers = np.asarray(value)
-    return bool(np.any((numbers < least) | (numbers > most)))
+    given = np.asarray(value)
+    return bool(np.any((given < least) | (given > most)))
 
 
 def optional_array(name: str, value: Any) -> jax.Array | None:

@@ -27,22 +27,22 @@ Run = Callable[..., tuple[jax.Array, ...]]  # of arrays, absent ones None, and s
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Op:
-    """One function of arrays with two meanings, and how its axes may be split.
+    """One function of arrays, as a kernel and as a reference, and how its axes may be split.
 
     `kernel` and `reference` take the operands (None for an absent one) and the static keywords,
     and return a tuple. `operands` and `results` name the axes of each array, one word an axis,
     as in an einsum: "b m h, b m d". An operand whose first axis is `b` may be batched
     along it.
 
-    `shards` is an axis, and what one of its shards does, which may exchange small arrays with the
-    others: a function `of_shard(run, mesh_axes, *operands, **static)`, which gives the shard's part
-    of the results. `run(op, *operands, **static)` is a call on the arrays of the shard alone.
+    `shards` is (axis, of_shard). Where that axis is sharded, `of_shard(run, mesh_axes, *operands,
+    **static)` computes one shard's part of the results, and may exchange small arrays with others.
+    `run(op, *operands, **static)` runs an op on this shard's arrays alone.
 
-    `tiles` names an axis, that of the tiles in it, and the positions of a tile: where tiles and
-    shards begin at the same positions, tiles are sharded as positions are.
+    `tiles` is (positions axis, tiles axis, positions of a tile), for arrays with one entry a tile.
+    Where every shard begins at a tile, the tiles axis is sharded like the positions axis.
 
-    `has_pairs`: results or operands are pairs (pivot, total) that mean something to the same
-    implementation only: a kernel may choose other pivots, and save those of shards, not of tiles.
+    `has_pairs`: operands or results are pairs (pivot, total). Kernel and reference may choose other
+    pivots, and the reference's derivative holds for its own: a differentiated call runs it alone.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Op:
     results: tuple[str, ...]
     unsharded: tuple[str, ...]  # axes that every device needs in full
     summed: tuple[str, ...] | None = None  # per result: axes whose shards hold partial sums
-    added_once: tuple[tuple[int, str], ...] = ()  # (operand, axis): other shards take 0
+    added_once: tuple[tuple[int, str], ...] = ()  # (operand's index, axis): 0 but on shard 0
     shards: tuple[str, Run] | None = None
     tiles: tuple[str, str, int] | None = None
     has_pairs: bool = False
@@ -85,7 +85,7 @@ class Bound:
         return ins, outs
 
     def called(self, function: Run) -> Run:
-        """`function` of all operands and the static arguments, as one of the present operands."""
+        """`function` of the present operands alone: None and static arguments are filled in."""
         return lambda *xs: function(*self.fill(xs), **dict(self.static))
 
     def mapped(self, function: Run) -> Run:
@@ -103,11 +103,11 @@ class Bound:
         has_b = [_has_b(a) for a in itertools.compress(self.op.operands, self.present)]
         foldable = all(map(_has_b, self.op.results))
         for batched in self.levels:
-            # All batch axes vmapped together are one longer batch: no new grid axis, and the
-            # launch is chosen for the batch it really has.
+            # A vmap of exactly the operands that have `b` makes a longer batch: no new grid axis,
+            # and the launch is chosen for the batch it really has.
             foldable = foldable and list(batched) == has_b
             call = (_fold if foldable else _vmap)(call, batched)
-        # No kernel has 64-bit numbers; under JAX's x64 mode those that it makes would be.
+        # Kernels use no 64-bit numbers; in x64 mode their constants and indices would be 64-bit.
         with launch.interpreted(self.implementation == "interpret"), jax.enable_x64(False):
             card.require()
             return call(*xs)
@@ -160,7 +160,7 @@ _jitted = jax.jit(dispatch_p.bind, static_argnames="bound")
 
 
 def _eager(*xs: jax.Array, bound: Bound) -> Any:
-    # Where JAX looks for NaN, it would run this call operation by operation, and so call it again.
+    # Else JAX, on finding a NaN, would run the jitted call again op by op, and so end here again.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         return _jitted(*xs, bound=bound)
 

@@ -16,7 +16,7 @@ LOG2E = math.log2(math.e)
 
 
 def pinned(x: jax.Array) -> jax.Array:
-    """x of 32 bits, by way of an instruction that neither Triton nor LLVM moves.
+    """A 32-bit x through an inline `mov`, which keeps its load in place (seen, not guaranteed).
 
     Without it Triton may move the read of a pipelined load into the only branch of a `lax.cond`
     that uses it. There the next load may have overwritten the buffer. LLVM, for its part, computes
@@ -26,7 +26,7 @@ def pinned(x: jax.Array) -> jax.Array:
 
 
 def fmax(x: jax.Array, y: float) -> jax.Array:
-    """The maximum, as CUDA's fmaxf: that of NaN and a number is the number."""
+    """The maximum; of NaN and a number, the number. (In a kernel `jnp.maximum` drops NaN too.)"""
     return jnp.fmax(x, y) if launch.is_interpreted() else jnp.maximum(x, y)
 
 

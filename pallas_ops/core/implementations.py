@@ -33,7 +33,7 @@ def kernel_or_reference(
         return reference_instead(implementation, f"an axis of size 0 ({', '.join(empty)})")
     long = [name for name, size in sizes.items() if size > LONGEST]
     if long:
-        return reference_instead(implementation, f"more than 2**31 - 2**20 ({', '.join(long)})")
+        return reference_instead(implementation, f"sizes above {LONGEST} ({', '.join(long)})")
     if jnp.dtype(dtype) not in checks.KERNEL_DTYPES:
         return reference_instead(implementation, jnp.dtype(dtype).name)
     return implementation

@@ -47,8 +47,7 @@ def launch(
     Raises:
       NoKernelError: where the grid has more programs than CUDA counts.
     """
-    if math.prod(grid) >= 2**31:
-        count = math.prod(grid)
+    if (count := math.prod(grid)) >= 2**31:
         raise NoKernelError(f"{name} would be {count} programs, and CUDA counts 2**31 - 1")
     specs: dict[str, Any] = {}
     if in_specs is not None:

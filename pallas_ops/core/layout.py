@@ -14,7 +14,7 @@ Axes = tuple[str, ...]
 
 
 def named(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
-    """The sharding in names of mesh axes; an array axis that part of one splits has no entry.
+    """The sharding in names of mesh axes; an axis split over part of a mesh axis has no entry.
 
     The mesh is empty for arrays of one device that were made before `jax.set_mesh`.
     """

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_ops.core import dispatch, shards
+from pallas_ops.core import card, dispatch, shards
 from pallas_ops.core.dispatch import Arrays, Bound, Implementation, Op, Run
 from pallas_ops.core.layout import Axes, named, shardy_rule, spec, split_of
 
@@ -32,7 +32,7 @@ def call(
     alone: bool = False,
     **static: Hashable,
 ) -> tuple[jax.Array, ...]:
-    """Runs `op`; the arrays vary over the same mesh axes (`shards.unify`).
+    """Runs `op`; the arrays have to vary over the same mesh axes (`shards.unify`).
 
     `alone`: the arrays are those of one device, and nothing here is differentiated. "xla" is the
     reference as it stands, which JAX differentiates.
@@ -142,8 +142,7 @@ def _outside_of_meshes(run: Run) -> Run:
     """
 
     def lowered(*xs: jax.Array) -> tuple[jax.Array, ...]:
-        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        with card.lowered_for(card.device_of_mesh()):
             return run(*xs)
 
     return lowered
@@ -164,7 +163,7 @@ def _explicit(bound: Bound, xs: Arrays) -> tuple[jax.Array, ...]:
 
 
 def _is_partitioned_otherwise() -> bool:
-    """Whether no `custom_partitioning` lowers here.
+    """Whether `custom_partitioning` cannot be used here.
 
     Inside a `jax.shard_map` of some mesh axes that leaves others automatic, XLA partitions what is
     `jax.numpy`, and gathers for a kernel what is split over the automatic axes. Where all mesh axes
@@ -183,7 +182,7 @@ def is_partly_manual() -> bool:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class TypeOf:
-    """The sharding in an operand's type, for a rule that saves the operand for nothing else."""
+    """An operand's sharding: all that a backward rule needs of it, so the operand is not saved."""
 
     sharding: Any
 
@@ -205,7 +204,7 @@ def reshard_like(x: T, operand: jax.Array | TypeOf | None) -> T:
 
 
 def gathered(x: jax.Array, axis: int) -> jax.Array:
-    """`x`, whose `axis` is split over no explicit mesh axes any more."""
+    """`x`, resharded so that no explicit mesh axis splits `axis`."""
     sharding = _sharding(x)
     if not is_explicit(x) or sharding.spec[axis] is None:
         return x

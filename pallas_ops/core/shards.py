@@ -11,7 +11,7 @@ AxisName = str | Names  # as users give them
 
 
 def varying_axes(*values: Any) -> frozenset[str]:
-    """The mesh axes that any of these arrays (or avals) varies over, by the replication check."""
+    """The mesh axes that any of these arrays (or avals) varies over, by `check_vma`'s types."""
     avals = (v if isinstance(v, ShapedArray) else jax.typeof(v) for v in values if v is not None)
     types = (getattr(aval, "manual_axis_type", None) for aval in avals)
     return frozenset[str]().union(*(t.varying for t in types if t is not None))
@@ -26,7 +26,7 @@ def unify(*xs: jax.Array | None) -> tuple[Any, ...]:
 def unify_but_replicated(
     axis_name: Names | None, x: jax.Array, y: jax.Array | None
 ) -> tuple[Any, ...]:
-    """`unify`, but a replicated y stays so: then its gradient is no sum over the shards."""
+    """`unify`, but a y replicated over the axis stays so: shards do not sum its gradient."""
     if axis_name is None:
         return unify(x, y)
     names = varying_axes(x, y, lax.axis_index(axis_name))
@@ -52,11 +52,10 @@ def is_replicated(x: jax.Array, axis_name: Names) -> bool:
 
 def gather(x: jax.Array, axis_name: Names) -> jax.Array:
     """The x of all shards, along a new first axis: one exchange, after which all have the same."""
-    known = checked(axis_name)
-    if known and is_replicated(x, axis_name):
+    if is_replicated(x, axis_name):
         x = lax.pcast(x, axis_name, to="varying")
-    # Along an axis that is there: of a new one JAX forgets how explicit mesh axes split the others.
-    to = "invarying" if known else "varying"
+    # Tiled, since for a new axis JAX forgets how explicit mesh axes split the others.
+    to = "invarying" if checked(axis_name) else "varying"
     return lax.all_gather(x[None], axis_name, tiled=True, to=to)
 
 

@@ -19,9 +19,10 @@ STEPS, GROUPS = 0, 2  # axes of a tile
 def running_sums(
     x: jax.Array, start: jax.Array | None, *, reverse: bool = False, exclusive: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums of x from `start` on, and the total of x, both [ranges, columns].
+    """Running sums of x from `start` on (a tile), and the total of x without `start`.
 
-    Each sum includes its own position, or with `exclusive` (of one step a group) does not.
+    `start` and the total are [ranges, columns]. `exclusive` sums leave out their own position, and
+    need tiles of one step a group.
     """
     totals = x.sum(axis=STEPS)
     before = None if start is None else per_range(start)

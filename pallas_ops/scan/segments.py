@@ -4,8 +4,8 @@ One launch finds the total of each segment. Another one scans the tiles of each 
 from the sum of the totals before it. Where a column has few segments, each program adds these
 totals up on its own; where it has many, a small launch between the two scans them.
 
-A total is a pair (p, w): w is the sum over exp(p), so the total is w * exp(p); that of nothing is
-(-HUGE, 0). Totals are arrays [b, c, count]: those of a column lie side by side.
+A total is a pair (p, w) for w * exp(p); that of nothing is (-HUGE, 0). Totals are arrays
+[b, c, count]: those of a column lie side by side.
 """
 
 from collections.abc import Callable

@@ -33,7 +33,7 @@ class Ranges:
         self.row = pl.program_id(2) * view.rows + lax.div(slot, count)
         self.start, self.stop = self.bounds()
         self.there = None
-        if not view.all_slots:  # a slot without a range has one of no positions
+        if not view.all_slots:  # a slot (place for a range) beyond the last range gets an empty one
             self.there = (slot < view.rows * s.count) & (self.row < s.b)
             self.stop = jnp.where(self.there, self.stop, self.start)
         self.column = (pl.program_id(0) * view.block_c + span(view.block_c))[None, :]
@@ -76,7 +76,7 @@ class Ranges:
             mask = and_masks(mask, self.there)
         mask = and_masks(mask, inside)
         if mask is not None and launch.is_interpreted():
-            # The interpreter writes back what is masked: not to where another lane writes.
+            # The interpreter rewrites masked elements: out of bounds they overwrite no result.
             row = jnp.where(mask, row, self.view.s.b)
         return (row, position, column), mask
 
@@ -89,12 +89,15 @@ def loop(count: Any, step: Callable[[Any, T], T], carry: T, num_stages: int = 1)
 
 
 def per_range(x: jax.Array) -> jax.Array:
-    """[ranges, columns] beside tiles."""
+    """[ranges, columns] as [1, ranges, 1, columns], which broadcasts against tiles."""
     return x[None, :, None, :]
 
 
 class Tile:
-    """`block_n` positions of each of a program's ranges, from `first` on in scan direction."""
+    """`block_n` positions of each of a program's ranges, from `first` on in scan direction.
+
+    Without `exchange` the tile keeps the layout of its load.
+    """
 
     def __init__(
         self, ranges: Ranges, first: Any, block_n: int, num_steps: int, *, exchange: bool = True

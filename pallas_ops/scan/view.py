@@ -3,9 +3,9 @@
 A range is a chunk of `chunk_cumsum_decay`, a segment of a long axis, or the whole axis. A program
 scans `num_ranges` of them in `block_c` columns, one tile of `block_n` positions after the other.
 
-A tile is an array [steps, ranges, groups, columns]. Position group * steps + step of a tile,
-counted in the direction of the scan, lies in a lane that holds all steps of its group: a scan along
-the steps moves nothing between lanes, and only one number per group is scanned across lanes.
+A tile is an array [steps, ranges, groups, columns]. Its element (step, group) is position
+group * steps + step in scan order (in memory order if `View.mirrored`). One lane holds all steps of
+a group, so a scan along the steps moves nothing between lanes: only group totals cross lanes.
 """
 
 import dataclasses
@@ -140,7 +140,7 @@ def implementation_for(
     """
     sizes |= {f"axis {i}": size for i, size in enumerate(shape)}
     outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-    sizes |= {"the product of the axes before": outer, "of the axes behind": inner}
+    sizes |= {"product of the axes before": outer, "product of the axes behind": inner}
     for dtype in dtypes:
         implementation = kernel_or_reference(implementation, dtype, sizes)
     return implementation

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -177,8 +178,8 @@ for module, *flags in json.loads(sys.argv[1]):
 @pytest.mark.slow
 def test_commands() -> None:
     """Without a card: small shapes. Of one op kernels too, which are interpreted."""
-    commands = []
-    for benchmark in BENCHMARKS:
+    commands, run_two = [], (tpa_decode.BENCHMARK, md_lrpe_cosine.BENCHMARK)
+    for benchmark in run_two:
         (ours,) = (p.name for p in benchmark.providers if p.name.lower() == "pallas")
         more = ["--m=64", f"--providers={ours},jit"] if benchmark.op == "tpa_decode" else []
         flags = ["--quick", "--mode=fwd", "--metrics=speed", "--calls=2", "--providers=jit", *more]
@@ -188,8 +189,21 @@ def test_commands() -> None:
     found = subprocess.run(run, capture_output=True, text=True, check=False, env=env)
     assert found.returncode == 0, found.stderr
     texts = found.stdout.split("\f")[:-1]
-    for benchmark, text in zip(BENCHMARKS, texts, strict=True):
+    for benchmark, text in zip(run_two, texts, strict=True):
         assert text.startswith("No NVIDIA GPU")
-        for values in itertools.product(*{**benchmark.grid, **benchmark.small}.values()):
-            case = benchmark.case(jnp.bfloat16, **dict(zip(benchmark.grid, values, strict=True)))
+        for case in small_cases(benchmark):
             assert case.title.format(metric="wall", mode="fwd", dtype="bf16") in text
+
+
+def small_cases(benchmark: Benchmark) -> list[Any]:
+    points = itertools.product(*{**benchmark.grid, **benchmark.small}.values())
+    return [
+        benchmark.case(jnp.bfloat16, **dict(zip(benchmark.grid, point, strict=True)))
+        for point in points
+    ]
+
+
+@every_benchmark
+def test_small_cases_are_small(benchmark: Benchmark) -> None:
+    for case in small_cases(benchmark):
+        assert max(math.prod(x.shape) for x in case.inputs) <= 2**22

@@ -43,8 +43,8 @@ def chunk_cumsum_decay(
     edge gets zero (an exclusive sum); "sequence" along all of the axis, so that a chunk's edge gets
     its neighbour's x and only the sequence's gets zero.
 
-    Summed in float32, nothing ever subtracted. NaN and infinities act within their own chunk, from
-    their position on.
+    Summed in float32, nothing ever subtracted. NaN and infinities act within the chunk whose sums
+    they enter, from there on.
 
     Args:
       x: bfloat16, float16, float32 (float64 runs the reference), of any rank but 0.
@@ -52,22 +52,22 @@ def chunk_cumsum_decay(
       chunk_size: any int >= 1, a power of two or not; the last chunk may be shorter.
       reverse: sum from each chunk's end.
       shift: None, "chunk" or "sequence".
-      scale: what x is multiplied by before it is summed. A number, or a real array of shape []
-        (which may be traced, is differentiable, costs a pass over x in float32, and multiplies the
-        sums of x, which must be finite for that).
+      scale: what x is multiplied by before it is summed. A number, or a real array of shape [],
+        which may be traced and is differentiable. An array multiplies the float32 sums instead:
+        they have to be finite, and are written and read once more.
       cu_seqlens: integers [S + 1], may be traced: where sequences that are packed along the axis
         begin, and the last one ends. Chunks are counted from each sequence's start, shifts stop at
-        its ends, and what is before the first or behind the last sequence gives 0. Bounds are taken
-        to lie in [0, N] and not to descend. Of ascending segment ids 0 to S - 1, they are
-        `jnp.searchsorted(segment_ids, jnp.arange(S + 1))`. Default: one sequence of N.
+        its ends, and what is before the first or behind the last sequence gives 0. Bounds are
+        clipped to [0, N], and one below an earlier one is raised to it. For ascending segment ids
+        pass `jnp.searchsorted(segment_ids, jnp.arange(S + 1))`. Default: one sequence of N.
       dtype: that of the result; default: that of x.
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which `axis` is sharded, in order: sums, and `cu_seqlens`, are those of the whole sequence.
         Shards that hold whole chunks exchange nothing but a shift's one position; others pass on
         the sum of what a chunk has in them.
-      implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
-        elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
-      config: launch choices, of the gradient as well; None chooses by shape. "xla" takes none.
+      implementation: None (the kernel on NVIDIA GPUs; jax.numpy elsewhere or, with a warning, where
+        none can run), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
+      config: launch choices, also of the gradient; None: by shape, dtype and GPU. "xla" takes none.
 
     Returns:
       An array of x's shape. Differentiable in x, the gradient being the op turned round, and in a
@@ -128,7 +128,7 @@ def _check(
     implementation: Implementation | None = "xla",
     config: ChunkCumsumDecayConfig | None = None,
 ) -> Params:
-    """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
+    """The static arguments, checked. Arguments can be hashed, so results are cached."""
     implementations.check(implementation, config, ChunkCumsumDecayConfig)
     axis = checks.axis(axis, x.shape)
     length = implementations.length(x.shape[axis], num_shards)
@@ -146,8 +146,8 @@ def _check(
     implementation = implementation_for(implementation, x.shape, axis, *dtypes, **sizes)
     if config and config.num_segments > 1 and (bounds is not None or chunk_size != max(1, length)):
         raise ValueError(
-            f"config.num_segments is {config.num_segments}; accepted: 1, since not all of the "
-            "axis is one chunk"
+            f"config.num_segments is {config.num_segments}; accepted: 1, unless the axis is one "
+            "chunk, without cu_seqlens"
         )
     return Params(
         axis=axis,
@@ -187,7 +187,7 @@ def evaluate(
     if params.axis == 0:  # the first axis of an `Op` is a batch
         lifted = dataclasses.replace(params, axis=1)
         return evaluate(lifted, x[None], cu_seqlens, factor)[0]
-    if factor is not None:  # times the sums: what they leave out may be NaN
+    if factor is not None:  # multiplies the sums: x outside of all sequences may be NaN
         full = jnp.dtype(wide(x.dtype))
         summed = dataclasses.replace(params, dtypes=(params.dtypes[0], full.name))
         sums = evaluate(summed, x, cu_seqlens, None)

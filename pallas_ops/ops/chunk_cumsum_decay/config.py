@@ -17,7 +17,7 @@ Shift = Literal["chunk", "sequence"]
 LINE_BYTES = 256  # of columns side by side: half as many cost a third of the speed
 TILE_BYTES = 4096  # of a warp's tile with columns
 ROW_ELEMENTS = 1024  # of a warp's tile along a last axis
-NARROW = 16  # columns up to which a lane sums its neighbours' numbers, not its own
+NARROW = 16  # up to so many columns, sums go mostly across lanes (num_steps is 1 or 2)
 TALL = 2048  # positions of a column that is loaded at once
 MOST_WARPS = 4  # that are chosen for a program
 LEAST_SEGMENTS = 8  # of a chunk that is the whole axis: fewer do not make up for another pass
@@ -65,7 +65,7 @@ class Params:
     axis_name: tuple[str, ...] | None = None
     implementation: Implementation | None = None
     config: ChunkCumsumDecayConfig | None = None
-    shift_result: bool = False  # a shift is of the sums
+    shift_result: bool = False  # the shift moves the sums, not x (gradients)
     is_gradient: bool = False
 
     @property
@@ -98,7 +98,7 @@ def plan_of(x: jax.Array, edges: jax.Array | None, params: Params) -> Plan:
     s, n = Sizes.of(x.shape, params.axis, x.dtype.itemsize), x.shape[params.axis]
     size = min(params.chunk_size, n)
     count = pl.cdiv(n, size)
-    if edges is not None:  # what is between two edges may end in a short one, or begin in one
+    if edges is not None:  # a short chunk may end at each edge, and begin at the shard's start
         count = (n + edges.size * (size - 1)) // size
     s = dataclasses.replace(s, size=size, count=count)
     c = params.config or choose(s, card.current())
@@ -119,15 +119,15 @@ def plan_of(x: jax.Array, edges: jax.Array | None, params: Params) -> Plan:
 
 
 def choose(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
-    """A chunk of the whole axis is cut into segments; a short one of few columns is one tile."""
+    """Segments for one long chunk, one tile for short ones of few columns, else several tiles."""
     block_c, most = _usual(s)
     if 1 < s.c <= NARROW and most < s.size <= TALL and s.b * s.count * s.c <= 4 * card.num_sms:
         # Too few programs to hide a load's latency: each column's chunk is loaded at once.
         return ChunkCumsumDecayConfig(block_n=power_of_two(s.size), num_warps=MOST_WARPS)
-    num_segments = min(8 * card.num_sms // (s.b * -(-s.c // block_c)), -(-s.n // most))
+    num_segments = min(8 * card.num_sms // (s.b * pl.cdiv(s.c, block_c)), pl.cdiv(s.n, most))
     if s.count > 1 or num_segments < LEAST_SEGMENTS:
         return _choose_tiles(s, card)
-    part = dataclasses.replace(s, size=-(-s.n // num_segments), count=num_segments)
+    part = dataclasses.replace(s, size=pl.cdiv(s.n, num_segments), count=num_segments)
     return dataclasses.replace(_choose_tiles(part, card), num_segments=num_segments)
 
 
@@ -142,10 +142,10 @@ def _choose_tiles(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
     block_c, most = _usual(s)
     block_n = min(power_of_two(s.size), MOST_WARPS * most if s.c == 1 else most)
     if s.c > NARROW and block_n == 64:
-        block_n = min(block_n, power_of_two(s.size) // 2)  # two tiles: the second's load waits
+        block_n = min(block_n, power_of_two(s.size) // 2)  # two: one loads while one is summed
     per_warp = ROW_ELEMENTS if s.c == 1 else TILE_BYTES // s.itemsize
     num_chunks = max(1, min(per_warp // (block_n * block_c), power_of_two(s.b * s.count)))
-    programs = -(-s.c // block_c) * -(-s.b * s.count // num_chunks)
+    programs = pl.cdiv(s.c, block_c) * pl.cdiv(s.b * s.count, num_chunks)
     while num_chunks > 1 and programs < 32 * card.num_sms:
         num_chunks //= 2
         programs *= 2

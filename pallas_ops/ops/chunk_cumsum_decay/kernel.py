@@ -27,8 +27,7 @@ def accumulate(
     if edges is not None:
         table = table_of(plan, edges)
     elif plan.c.num_segments > 1:
-        before = _sums_before(plan, view)
-        before, carry = (before, None) if carry is None else (before + carry, None)
+        before, carry = plus(carry, _sums_before(plan, view)), None
     shapes = [jax.ShapeDtypeStruct(view.shape, params.dtypes[1])]
     (out,) = launch_plan(_kernel, plan, params.name, shapes, view, table, before, carry)
     return (out.reshape(x.shape),)

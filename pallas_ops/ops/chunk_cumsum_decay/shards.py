@@ -37,7 +37,7 @@ def accumulate(
     """The shard's part of the sums; `edges` are those of all of the axis."""
     axis, size, n = params.axis, params.chunk_size, x.shape[params.axis]
     whole, start = n * lax.axis_size(axis_name), n * lax.axis_index(axis_name)
-    even = edges is None and (n % size == 0 or size % n == 0 or size >= whole)
+    even = edges is None and (n % size == 0 or size % n == 0)
     if edges is None:
         edges = jnp.array([0, 0, whole, whole], jnp.int32)
     local = None if even else edges - start

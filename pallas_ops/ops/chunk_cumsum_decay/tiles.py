@@ -32,7 +32,7 @@ def table_of(plan: Plan, edges: jax.Array) -> jax.Array:
     ends = jnp.cumsum(counts)
     first_slot = ends - counts
     slot = jnp.arange(s.count, dtype=jnp.int32)
-    sequence = count_at_most(ends, slot)  # of each slot; behind the last one if it is empty
+    sequence = count_at_most(ends, slot)  # of each slot; beyond the last for an empty one
     last = counts.size - 1
     own = jnp.minimum(sequence, last)
     low, high = bounds[own], bounds[own + 1]
@@ -97,14 +97,14 @@ class Chunks(Ranges):
         self.store(ref, position, y, mask)
 
     def load_edges(self, ref: Ref) -> jax.Array | None:
-        """Of exclusive sums shifted along the sequence, the x before each chunk; else None."""
+        """The x before each chunk, for exclusive sums shifted along the sequence; else None."""
         if not self.exclusive or self.params.shift == "chunk":
             return None
         position, mask = self._edge()
         return self._scaled(self.load(ref, position, and_masks(mask, self.live)))
 
     def store_edges(self, ref: Ref) -> None:
-        """The zeros with which a shift of the result begins a sequence."""
+        """Stores the zero with which each sequence begins where the result is shifted."""
         position, reached = self._edge()
         mask = (self.start < self.stop) & ~reached
         zeros = jnp.zeros(self.shape, jnp.float32)

@@ -53,9 +53,9 @@ def logcumsumexp(
         which `axis` is sharded, in order: the sums are those of the whole sequence, whose initial
         state enters its first shard and whose final state all shards get. Shards exchange one
         state each, forward and backward.
-      implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
-        elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
-      config: launch choices; None chooses by shape. "xla" takes none.
+      implementation: None (the kernel on NVIDIA GPUs; jax.numpy elsewhere or, with a warning, where
+        none can run), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
+      config: launch choices; None: by shape, dtype and GPU. "xla" takes none.
 
     Returns:
       An array like x. Differentiable in x and initial_state.
@@ -83,8 +83,8 @@ def logcumsumexp_with_state(
 ) -> tuple[jax.Array, jax.Array]:
     """`logcumsumexp`, and the final state: float32, x's shape with length 1 on `axis`.
 
-    It is the initial state of what follows: a sequence may be split anywhere. (With `clip`, that
-    state is clipped as any other, so this holds up to `clip`. Of a float64 x it is float64.)
+    It is the initial state of what follows: a sequence may be split anywhere (with `clip`, only if
+    the state lies in [-clip, clip], as it is clipped too). For a float64 x it is float64.
     """
     static = axis, reverse, clip, implementation, config
     return _run(*prepare(x, initial_state, axis_name, *static))
@@ -111,7 +111,7 @@ def _check(
     implementation: Implementation | None = "xla",
     config: LogcumsumexpConfig | None = None,
 ) -> Params:
-    """The static arguments, or a refusal; a function of what can be hashed, so it runs once."""
+    """The static arguments, checked. Arguments can be hashed, so results are cached."""
     implementations.check(implementation, config, LogcumsumexpConfig)
     checks.floating("x", x)
     axis = checks.axis(axis, x.shape)

@@ -14,10 +14,11 @@ from pallas_ops.scan.view import MAX_VECTOR, Sizes, View
 
 ROW_ELEMENTS = 1024  # of a tile along a last axis
 TILE_BYTES = 8192  # of a tile with columns
-WARP_BYTES = 4096  # of a warp's tile along a last axis; half of that with columns
+WARP_BYTES = 4096  # of a warp's tile along a last axis; with columns a half, if few a quarter
 WIDEST, NARROWER = 64, 32  # columns of a tile: in 16 bits 128 or 64 bytes of memory
 MOST_ROWS = 8  # of a program along a last axis
-USUAL_SMS = 132  # multiprocessors, as saved states must not depend on the card
+USUAL_SMS = 132  # multiprocessors assumed where saved states must not depend on the card
+SPARE_SMS = 4  # multiprocessors that may be idle before an axis is cut into segments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,13 +26,14 @@ class LogcumsumexpConfig:
     """Launch choices, forward and backward.
 
     A program scans one of `num_segments` segments of the axis, `block_n` positions at a time, in
-    `block_c` columns (rows, where the axis is the last). With more than one segment x is read
-    twice: first for the totals of all segments. The variant `parallel` (xopes' ptr) has one pivot
-    for a tile; where a tile's range is too large for that, it scans states instead, `block_exact`
-    positions at a time. The variant `recurrence` (rtr) does so everywhere, with every column in a
-    lane of its own. A lane adds up its positions of a tile one by one, with a rounding error of at
-    most 2**-24 of the sum each: more than 32 of them are less exact than the default. For the
-    backward pass the forward pass saves a pair of float32 for every `block_n` positions.
+    `block_c` columns (along a last axis: `block_c` segments, of one row or more); loads run
+    `num_stages` - 1 tiles ahead. With several segments x is read twice, first for their totals.
+    The variant `parallel` (xopes' ptr) has one pivot for a tile; where a tile's range is too large
+    for that, it scans states instead, `block_exact` positions at a time. The variant `recurrence`
+    (rtr) does so everywhere, with every column in a lane of its own. A lane adds up its positions
+    of a tile one by one, with a rounding error of at most 2**-24 of the sum each: more than 32 of
+    them are less exact than the default. For the backward pass the forward pass saves a pair of
+    float32 for every `block_n` positions.
     """
 
     variant: Literal["parallel", "recurrence"] = "parallel"
@@ -102,9 +104,8 @@ def plan_of(x: jax.Array, params: Params, *, backward: bool = False) -> Plan:
 
 def num_steps(s: Sizes, c: LogcumsumexpConfig, block_n: int) -> int:
     """Positions of a tile in each lane: a vector of a last axis; else all of one column's share."""
-    lanes = 32 * c.num_warps
-    share = max(1, block_n * c.block_c // lanes)
-    return min(block_n, share, MAX_VECTOR // s.itemsize if s.c == 1 else share)
+    most = MAX_VECTOR // s.itemsize if s.c == 1 else block_n
+    return min(block_n, most, max(1, block_n * c.block_c // (32 * c.num_warps)))
 
 
 def choose_block_n(s: Sizes) -> int:
@@ -112,7 +113,7 @@ def choose_block_n(s: Sizes) -> int:
     if s.c == 1:
         return min(power_of_two(s.n), ROW_ELEMENTS)
     block_n = TILE_BYTES // s.itemsize // min(power_of_two(s.c), WIDEST)
-    if _programs(s, WIDEST) < USUAL_SMS <= _programs(s, NARROWER) + 4:
+    if _programs(s, WIDEST) < USUAL_SMS <= _programs(s, NARROWER) + SPARE_SMS:
         block_n *= 2  # then half as many columns make enough programs without segments
     return min(power_of_two(s.n), block_n)
 
@@ -145,9 +146,9 @@ def _programs(s: Sizes, block_c: int) -> int:
 
 
 def _num_segments(s: Sizes, tiles: int, block_c: int, card: Card, *, backward: bool) -> int:
-    """Segments of one tile each where that makes at most 4 programs a multiprocessor."""
+    """1 where columns fill the GPU; else one a tile, or up to `each` programs a multiprocessor."""
     programs = _programs(s, block_c)
-    if programs >= card.num_sms - 4:
+    if programs >= card.num_sms - SPARE_SMS:
         return 1
     if s.c > 1 and programs * tiles <= 4 * card.num_sms:
         return tiles

@@ -1,8 +1,8 @@
 """Tiles whose range is too large for one pivot: a state (pivot, total) at every position.
 
-Each lane scans its own steps as states, and an exclusive scan across lanes joins the groups. Going
-backward, the gradients below the pivots are scanned likewise: a gradient below one pivot takes a
-factor of at most 1 on its way to an earlier, smaller one.
+Each lane scans its own steps as states, and an exclusive scan across lanes joins the groups. The
+backward pass scans gradients likewise, each relative to its position's pivot: on its way to an
+earlier, smaller pivot a gradient is multiplied by a factor of at most 1.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ def any_of(x: jax.Array) -> jax.Array:
 
 
 def forward(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref) -> State:
-    """The positions of a tile, and the state after them."""
+    """Scans a tile and stores its output; returns the state after it."""
     size = ranges.plan.block_exact
 
     def step(k: Any, state: State) -> State:
@@ -113,7 +113,7 @@ def states_before(ranges: Segments, tile: Tile, x: jax.Array, state: State) -> l
 
 
 def _state_at(states: list[State], k: Any) -> State:
-    """states[k], where k is known on the card only."""
+    """states[k] for a traced k."""
     found = states[0]
     for i, state in enumerate(states[1:], 1):
         found = State(*(jnp.where(k == i, *pair) for pair in zip(state, found, strict=True)))
@@ -147,17 +147,17 @@ def _after(state: State, x: jax.Array) -> State:
     return State(pivot, *compensated(total, error, added))
 
 
-def _gradients(p: jax.Array, share: jax.Array, grad: Pair, *, reverse: bool) -> jax.Array:
+def _gradients(p: jax.Array, shares: jax.Array, grad: Pair, *, reverse: bool) -> jax.Array:
     """The gradient of the total at each position, relative to its pivot p.
 
     It is the sum of the shares from that position on, and of `grad`.
     """
     pivot, total = (y[:, None] for y in grad)
     axis = GROUPS if p.shape[STEPS] == 1 else STEPS
-    _, own = scan(_add_share, (p, share), axis=axis, reverse=reverse)
+    _, own = scan(_add_share, (p, shares), axis=axis, reverse=reverse)
     if axis == GROUPS:
         return own + rebase(total[None], p, pivot[None])
-    top = p.max(axis=STEPS)  # of each group, its last pivot
+    top = p.max(axis=STEPS)  # each group's last and largest pivot
     after = rebase(total, top, pivot)
     if p.shape[GROUPS] > 1:
         first = tuple(edge(y, STEPS, last=not reverse) for y in (p, own))

@@ -80,18 +80,18 @@ def _totals(plan: Plan, _: bool, x: jax.Array) -> Pair:
     have traces of their own.
     """
     shapes = segments.shapes(plan.view.s)
-    p, s = launch_plan(_totals_kernel, plan, "logcumsumexp_totals", shapes, x)
-    return p, s
+    p, w = launch_plan(_totals_kernel, plan, "logcumsumexp_totals", shapes, x)
+    return p, w
 
 
 def _totals_kernel(
     x_ref: Ref,  # [b, n, c]
-    p_ref: Ref,  # [b, c, count], as s_ref
-    s_ref: Ref,
+    p_ref: Ref,  # [b, c, count], as w_ref
+    w_ref: Ref,
     *,
     plan: Plan,
 ) -> None:
-    """Lanes sum what they have loaded, and are joined at the end."""
+    """Each lane sums what it loads; at the end the lanes' sums are joined."""
     ranges, view = Segments(plan), plan.view
     vector = min(view.block_c, MAX_VECTOR // view.s.itemsize)  # columns that a lane loads at once
     steps = view.num_steps if view.s.c == 1 else max(1, view.num_steps // vector)
@@ -107,15 +107,15 @@ def _totals_kernel(
     state = ranges.loop(step, empty((view.num_ranges, groups, view.block_c)))
     top = state.pivot.max(axis=GROUPS - 1)
     total = rebase(state.total, state.pivot, top[:, None]).sum(axis=GROUPS - 1)
-    segments.store(ranges, p_ref, s_ref, (top, total))
+    segments.store(ranges, p_ref, w_ref, (top, total))
 
 
 def _forward_kernel(
     x_ref: Ref,  # [b, n, c], as out_ref
-    initial_ref: Ref | None,  # [b, 1, c], as total_ref
+    initial_ref: Ref | None,  # [b, 1, c], as total_ref: a logarithm, or a pivot beside total_ref
     total_ref: Ref | None,
-    p_ref: Ref | None,  # sums before segments [b, c, count], as s_ref
-    s_ref: Ref | None,
+    p_ref: Ref | None,  # sums before segments [b, c, count], as w_ref
+    w_ref: Ref | None,
     out_ref: Ref,
     final_ref: Ref,  # [b, 1, c]
     *saved_refs: Ref,  # if states are saved: two [b, tiles, c], two [b, 1, c] of the last
@@ -129,7 +129,7 @@ def _forward_kernel(
     if total_ref is not None:
         pair = pair[0], ranges.load(total_ref, 0)
     if p_ref is not None:
-        pair = segments.join(pair, segments.load(ranges, p_ref, s_ref))
+        pair = segments.join(pair, segments.load(ranges, p_ref, w_ref))
 
     def step(t: Any, state: State) -> State:
         if save:
@@ -147,7 +147,7 @@ def _forward_kernel(
 
 
 def _tile(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref) -> State:
-    """The positions of a tile, and the state after them."""
+    """Scans a tile and stores its output; returns the state after it."""
     if ranges.c.variant == "recurrence":
         return exact.forward(ranges, first, state, x_ref, out_ref)
     tile = ranges.tile(first)

@@ -1,8 +1,8 @@
 """Backward kernels of logcumsumexp: x is read again, and the output is not needed.
 
-With s_i the sum of exp(x - pivot) up to i, and U the gradient of the sum after a tile,
-dx_j = exp(x_j - pivot) * (sum_{i >= j} do_i / s_i + U), and U before the tile is that sum over all
-of the tile. Where another pivot is in use, U takes a factor.
+With s_i the sum of exp(x - pivot) up to i, and U the gradient with respect to the sum after a tile,
+dx_j = exp(x_j - pivot) * (U + sum_{i >= j} do_i / s_i). The gradient with respect to the sum before
+the tile is U + sum_i do_i / s_i over all of the tile. Another pivot multiplies U by a factor.
 """
 
 from functools import partial
@@ -67,7 +67,7 @@ def backward_totals(
 def _totals(plan: Plan, arrays: list[jax.Array]) -> Pair:
     """The gradient of the sum before each segment, of the segment alone.
 
-    A gradient w below pivot p grows with exp(-p), so its pair is (-p, w).
+    A gradient w relative to pivot p stands for w * exp(-p), so its pair is (-p, w).
     """
     shapes = segments.shapes(plan.view.s)
     p, w = launch_plan(_totals_kernel, plan, "logcumsumexp_backward_totals", shapes, *arrays)
@@ -127,7 +127,7 @@ def _backward_kernel(
 
 
 def _tiles(ranges: Segments, grad: State, saved: Saved, refs: Refs) -> State:
-    """Scans the range from its last tile on; from the gradient of the sum after it, before it.
+    """Scans the range backward: from the gradient of the sum after it to that of the sum before.
 
     A gradient is a `State`: the pivot that it is relative to, itself, and a compensation term.
     """

@@ -21,7 +21,7 @@ from pallas_ops.core.tiles import wide
 from pallas_ops.ops.logcumsumexp.config import Params
 
 SHORTEST = 16  # positions of a segment
-LANES = 2**19  # numbers that one step of a scan may take side by side
+SIDE_BY_SIDE = 2**19  # numbers that one step of a scan may take side by side
 
 
 class State(NamedTuple):
@@ -113,14 +113,14 @@ def _numbers(x: jax.Array, params: Params) -> jax.Array:
 
 
 def _before_tiles(first: jax.Array, y: jax.Array, params: Params) -> jax.Array:
-    """`first`, and of y, whose entries belong to positions, those before each other tile."""
+    """The state before each tile: `first`, then from y, which has the state after each position."""
     y, block_n = y[::-1] if params.reverse else y, params.block_n
     y = jnp.concatenate([first[None], y[block_n - 1 : max(0, len(y) - 1) : block_n]])
     return jnp.moveaxis(y[::-1] if params.reverse else y, 0, params.axis)
 
 
 def of_first_tile(y: jax.Array, params: Params) -> jax.Array:
-    """Of what each tile has, in the order of x, that of the first one in the order of the sum."""
+    """The entry of y of the tile that the sum meets first. y has one entry a tile, in x's order."""
     return lax.index_in_dim(y, -1 if params.reverse else 0, params.axis, keepdims=False)
 
 
@@ -190,7 +190,7 @@ def _num_segments(shape: tuple[int, ...]) -> int:
     n, columns = shape[0], math.prod(shape[1:])
     if not isinstance(n, int):
         return 1
-    side_by_side = LANES // max(1, columns) if isinstance(columns, int) else 1
+    side_by_side = SIDE_BY_SIDE // max(1, columns) if isinstance(columns, int) else 1
     return max(1, min(n // SHORTEST, max(math.isqrt(n), side_by_side)))
 
 

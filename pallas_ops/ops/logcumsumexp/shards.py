@@ -1,12 +1,12 @@
 """logcumsumexp over the shards of its axis, with one exchange of a state a shard in each pass.
 
-(Where XLA shards the passes and cuts tiles, the states of all tiles are exchanged as well.)
+(Where XLA shards the passes there are two backward, and two forward if shards cut tiles.)
 
 Forward, each shard sums up its part of x as a pair (pivot, total), and starts from the sum of the
-pairs before it. Backward, each shard finds the gradient of the total that it started from. That of
-the total which it ended with is the sum of those of the shards after it: below pivot p it is
-u * exp(p - p_r), where u is that of shard r below p_r. p_r is not below p by more than 1, so no
-factor overflows. Nothing goes through a logarithm, which would lose the digits of large states.
+pairs before it. Backward, each shard r finds u_r, the gradient of the total that it started from,
+relative to that total's pivot p_r. The gradient of the total that a shard ended with, relative to
+its pivot p, is the sum of u_r * exp(p - p_r) over the shards r after it. p_r >= p - 1, so no factor
+overflows. Nothing goes through a logarithm, which would lose the digits of large states.
 """
 
 import itertools
@@ -116,7 +116,7 @@ class Shard:
     ) -> tuple[Pair, Pair]:
         """The state before the shard, and the one after all shards.
 
-        From the sum of the shard's own numbers, and the initial state.
+        `own` is the sum of the shard's own numbers.
         """
         start = pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
         p, t = self._gathered(*_choose(self.number == 0, _sum(start, own), own))
@@ -136,7 +136,7 @@ class Shard:
         return pivot, jnp.exp(x - jnp.expand_dims(pivot, axis)).sum(axis)
 
     def _joined(self, states: list[jax.Array], sizes: list[int]) -> list[jax.Array]:
-        """Of each shard the states of the first so many tiles, one shard after the other."""
+        """The states of each shard's first `sizes[shard]` tiles, one shard after the other."""
         axis, most = self.params.axis, max(sizes)
 
         def in_order(x: jax.Array) -> jax.Array:

@@ -63,7 +63,7 @@ def exponentials(x: jax.Array, pivot: jax.Array) -> jax.Array:
 def compensated(total: jax.Array, error: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """total + x and the new compensation term, by Kahan's algorithm.
 
-    Where |x| > |total| the term is only known to an ulp of x: once, if sums grow.
+    Where |x| > |total| the term has an error of an ulp of x; in growing sums this happens once.
     """
     x = x + error
     after = total + x
@@ -76,11 +76,12 @@ def raised(x: jax.Array, pivot: jax.Array) -> jax.Array:
 
 
 def finite(x: jax.Array) -> jax.Array:
+    """Infinities as the largest finite numbers; NaN as -HUGE (`reference.finite` keeps it)."""
     return jnp.minimum(fmax(x, -HUGE), HUGE)
 
 
 def largest_in_lane(x: jax.Array) -> jax.Array:
-    """[ranges, groups, columns], without NaN, which a GPU's maximum drops."""
+    """The largest of each lane's steps [ranges, groups, columns]; NaN is ignored, as on a GPU."""
     return (jnp.where(x == x, x, -jnp.inf) if launch.is_interpreted() else x).max(axis=STEPS)
 
 

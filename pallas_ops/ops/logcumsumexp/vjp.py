@@ -92,7 +92,7 @@ def _forward(params: Params, *primals):  # type: ignore[no-untyped-def]
 
 
 def _backward(params: Params, saved, cotangents):  # type: ignore[no-untyped-def]
-    checks.axis_name(params.axis_name)  # JAX forgets that of a `jax.vmap` before this rule runs
+    checks.axis_name(params.axis_name)  # our error: the name of a `jax.vmap` is unbound by now
     x, initial, states = saved
     do, dfinal = cotangents
     if isinstance(do, SymbolicZero):
@@ -101,7 +101,7 @@ def _backward(params: Params, saved, cotangents):  # type: ignore[no-untyped-def
     run, axis_name = _passes(params), params.axis_name
     if axis_name is None:
         dx, dinitial = run("backward", x, do, dfinal, *states)
-    else:  # where no types say what is replicated, shards' gradients of what all have add up
+    else:  # without check_vma, gradients of replicated values have to be summed over the shards
         if dfinal is not None and not shards.checked(axis_name):
             dfinal = jax.lax.psum(dfinal, axis_name)
         dx, dinitial = Shard(run, axis_name, params).backward(x, do, dfinal, *states)

@@ -28,9 +28,9 @@ ROUNDER, LARGE_ROUNDER = 1.5 * 2**23, 1.25 * 2**24
 def indices(
     token: jax.Array, shape: tuple[int, ...], num_prefix_tokens: int, offset: jax.Array | None
 ) -> list[jax.Array]:
-    """The row-major index of each token in the grid, per axis: 0 for prefix tokens.
+    """The row-major index of each token in the grid: one array per axis, 0 for prefix tokens.
 
-    The first one is moved by the offset.
+    The offset is added to the index along the first axis.
     """
     rest, found = token - num_prefix_tokens, list[jax.Array]()
     for size in reversed(shape[1:]):

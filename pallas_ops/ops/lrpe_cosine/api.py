@@ -46,20 +46,20 @@ def lrpe_cosine(
         (float64 runs the reference). With a theta of one head no check tells N from H: an array
         [B, H, N, D] without layout="BHND" is taken for [B, N, H, D].
       theta: [H, E], or [1, E] for all heads alike, or [H, 1] for all features alike; floating,
-        taken as its float32 value. If E > 1, features d >= E get angle 0.
+        taken as float32 (float64 if x is). If E > 1, features d >= E get angle 0.
       offset: the position of the first token: an integer, or an integer array of shape [] or [B],
-        which may be traced. A new value of a traced one compiles nothing.
-      positions: [N] or [B, N], integers or real numbers (taken as float32), in place of offset + n
+        from -2**30 to 2**30. A traced offset takes new values without recompiling.
+      positions: [N] or [B, N], integers or real numbers (taken as theta is), in place of offset + n
         (`position_ids`).
       act: "none", "relu", "sigmoid", "silu", or "softmax" along `axis`.
-      axis: of the softmax: that of the features or that of the sequence.
+      axis: what the softmax runs over: the axis of features or that of the sequence.
       layout: "BNHD" or "BHND"; neither is transposed.
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which N is sharded, in order: tokens, and a softmax over them, are those of the whole
         sequence. Given `positions` are the shard's own.
-      implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
-        elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
-      config: launch choices; None chooses by shape. "xla" takes none.
+      implementation: None (the kernel on NVIDIA GPUs; jax.numpy elsewhere or, with a warning, where
+        none can run), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
+      config: launch choices; None: by shape, dtype and GPU. "xla" takes none.
 
     Returns:
       x's shape with 2D features, in the dtype of x. Differentiable in x, theta and real positions.

@@ -16,8 +16,8 @@ SOFTMAX_FEATURES, SOFTMAX_SEQUENCE = "softmax_features", "softmax_sequence"
 
 WIDEST = 4096  # features that one tile can hold
 WALK_TILES = 8  # tiles that one step of a walk loads together
-# A walk that also stores loads fewer tiles together, because no load is moved above a store. It
-# pipelines its loop instead: asynchronous copies are issued before earlier stores.
+# Backward walks store in every step, so they load fewer tiles together: no load is moved above a
+# store. The one for theta's gradient is pipelined: its copies are issued before earlier stores.
 STORING_WALK_TILES, MOST_STORING_STAGES = 2, 3
 SPREAD_ELEMENTS = 2**22  # elements of x from which on a copy of an unaligned theta pays
 
@@ -26,12 +26,11 @@ SPREAD_ELEMENTS = 2**22  # elements of x from which on a copy of an unaligned th
 class LrpeCosineConfig:
     """Launch choices, forward and backward.
 
-    In the variant `sequence` (xopes' Sp) a program has `block_n` adjacent rows: tokens of one head,
-    or heads of one token, whichever are adjacent in memory. In the variant `block` (Bp) it has
-    `block_d` features of one head and walks the sequence, `block_n` tokens at a time. A softmax
-    over the sequence needs this variant. With `num_parts` above 1, a program walks one part of the
-    sequence. For that softmax these programs compute its sums only, and a launch of `sequence`
-    writes the output.
+    In the variant `sequence` (xopes' Sp) a program has `block_n` rows, that is (token, head) pairs
+    that are adjacent in memory, and no loop. In the variant `block` (Bp) it has `block_d` features
+    of one head and walks the sequence, `block_n` tokens a tile. A softmax over the sequence needs
+    this variant. With `num_parts` above 1, a program walks one part of the sequence. For that
+    softmax these programs compute its sums only, and a launch of `sequence` writes the output.
 
     With `cache_angles` (xopes' Tri Ca), angles are computed once, kept in memory, and read,
     also going backward.
@@ -129,7 +128,7 @@ class Sizes(NamedTuple):
 
 
 def choose(s: Sizes, *, scattered: bool = False) -> LrpeCosineConfig:
-    """The launch of kernels that see one token at a time: 1,024 elements a program, 8 a thread.
+    """The launch of kernels that do not walk: 1,024 elements (or a row) a program, 8 a thread.
 
     Where theta is `scattered`, loaded element by element: 512 (or one row), a warp for each 512.
     """
@@ -201,7 +200,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Steps of all walks along the sequence together."""
+        """Steps of the whole sequence, over all of its parts."""
         return -(-self.blocks_n // self.walk_tiles)
 
     @property
@@ -231,7 +230,7 @@ class Plan:
 
 
 def plan_of(p: Params, o: Operands) -> Plan:
-    """The plan of a launch for these operands, by default of a walk only for a softmax."""
+    """The plan of a launch; by default it walks only for a softmax over the sequence."""
     b, n, h = (o.sized.shape[i] for i in (0, p.tokens_axis, 3 - p.tokens_axis))
     s, c = Sizes(b, n, h, o.sized.shape[-1]), p.config
     width = 1 if o.theta is None else o.theta.shape[1]

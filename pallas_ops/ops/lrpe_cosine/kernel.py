@@ -1,9 +1,9 @@
 """Launchers of lrpe_cosine.
 
-A kernel sees one token at a time (`kernel_rows`) or walks the sequence (`kernel_walk`). theta's
-gradient and the sums of a softmax over the sequence need a walk. A long sequence is walked in
-several parts, whose results XLA adds up. For a softmax over the sequence `kernel_rows` then
-computes the output.
+A program has one tile of rows and no loop (`kernel_rows`), or walks the sequence (`kernel_walk`).
+theta's gradient and the sums of a softmax over the sequence need a walk. A long sequence is walked
+in several parts, whose results XLA adds up. `kernel_rows` then computes the output and dx of such
+a softmax.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ def mean(o: Operands, *, p: Params) -> tuple[jax.Array]:
 
 
 def backward(o: Operands, *, p: Params) -> tuple[jax.Array]:
-    """dx. x is given for an activation, and the softmax's mean if it is known."""
+    """dx. `o.x` is there if there is an activation, `o.mean` if another launch computed it."""
     plan = plan_of(p, o)
     if o.mean is None and _has_parts(plan):
         o = o._replace(mean=mean(o, p=p)[0])

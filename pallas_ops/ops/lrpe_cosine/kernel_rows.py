@@ -1,7 +1,7 @@
-"""Kernels that see one token at a time (variant "sequence"), and the cache of angles.
+"""Kernels without a loop over the sequence (variant "sequence"), and the cache of angles.
 
-A program has a tile of adjacent rows and no loop. It computes the angles where it needs them, which
-takes about 13 instructions an element.
+A program has a tile of rows that are adjacent in memory. It loads cached angles, or computes its
+own, which takes about 13 instructions an element.
 """
 
 from jax.experimental import pallas as pl

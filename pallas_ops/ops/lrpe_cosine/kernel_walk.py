@@ -89,7 +89,7 @@ class Walk:
 
 
 def forward(refs: Operands, out_ref: Ref, *softmax_refs: Ref, plan: Plan) -> None:
-    """`out_ref` is [B, rows, 2, D], `softmax_refs` those of pivot and share [B, H, D]."""
+    """`out_ref` is [B, rows, 2, D]; for a softmax over the sequence also pivot, share [B, H, D]."""
     walk = Walk(plan, refs)
     angles, softmax = walk.angles(), Softmax()
     if plan.p.over_sequence:
@@ -119,6 +119,7 @@ def backward(
         softmax = softmax._replace(mean=walk.mean(angles, softmax))
 
     def load(tile: Tile) -> tuple[Any, ...]:
+        """What a step reads of a tile; it loads all of its tiles before the first store."""
         x = None if refs.x is None else tile.load_x(refs.x)
         position = angles.position(tile) if wants_dtheta else None
         return x, tile.load(refs.dout, 0), tile.load(refs.dout, 1), position

@@ -38,7 +38,7 @@ def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
 
 
 def _angles(p: Params, o: Operands) -> jax.Array:
-    """phi / (2 pi) [(B,) N, H, D], of one head if they share theta.
+    """phi / (2 pi) [(B,) N, H, D], or [(B,) N, 1, D] if all heads share theta.
 
     Feature d turns by the position on axis d // E times theta[h, d % E].
     """
@@ -72,12 +72,12 @@ def _rotated(p: Params, o: Operands, x: jax.Array, turn: jax.Array) -> jax.Array
 
 
 def forward(o: Operands, *, p: Params, save: bool = False) -> tuple[jax.Array, ...]:
-    """The output; to save, the same residuals as the kernel's."""
+    """The output. With `save`, also the residuals that the kernel would save."""
     turn = _angles(p, o)
     out, saved = _rotated(p, o, o.x, turn), list[jax.Array]()
     if save and p.over_sequence:
         if o.pivot is None:
-            pivot, total = softmax(Operands(o.x), p=p)
+            pivot, total = softmax(o, p=p)
             o = o._replace(pivot=pivot, share=1 / total)
         saved = [o.pivot, o.share]
     if save and p.caches_angles:
@@ -98,7 +98,7 @@ def mean(o: Operands, *, p: Params) -> tuple[jax.Array]:
 
 
 def backward(o: Operands, *, p: Params) -> tuple[jax.Array]:
-    """dx. x is given for an activation, and a softmax's mean if it is known."""
+    """dx. `o.x` is there if there is an activation, `o.mean` if another launch computed it."""
     x = jnp.zeros_like(o.dout[:, :, :, 0]) if o.x is None else o.x
     dx = _pulled(p, o, x)
     if o.pivot is not None:  # until here dx is a * da

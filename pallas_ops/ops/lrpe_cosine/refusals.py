@@ -64,7 +64,7 @@ def grid(shape: Any, num_prefix_tokens: Any, *, given: bool) -> tuple[tuple[int,
     # A size may be symbolic under `jax.export`.
     if not sizes or not all(checks.is_index(n) or jax.export.is_symbolic_dim(n) for n in sizes):
         raise TypeError(
-            f"{checks.shown('shape', shape)}; accepted: the grid's, a sequence of one int or more "
+            f"{checks.shown('shape', shape)}; accepted: the sizes of the grid, one int or more "
             "(None only with positions)"
         )
     known = [operator.index(size) if checks.is_index(size) else size for size in sizes]
@@ -148,7 +148,7 @@ def _check_positions(x: Struct, axes: checks.Axes, num_axes: int, *, on_grid: bo
     axes.check("positions", x, *(("N K", "B N K") if on_grid else ("N", "B N")))
     count = axes.sizes.pop("K")
     if not isinstance(count, int):
-        raise ValueError(f"positions.shape is {x.shape}; accepted: symbolic sizes, but not for K")
+        raise ValueError(f"positions.shape is {x.shape}; accepted: an int for K")
     return count
 
 
@@ -174,7 +174,7 @@ def _act(act: Any, axis: Any, rank: int, layout: str) -> str:
     checks.one_of("act", act, (*ACTIVATIONS, "softmax"))
     if act != "softmax":
         if axis is not None:
-            raise ValueError(f"axis is {axis!r} and act {act!r}; accepted: None, but for softmax")
+            raise ValueError(f"axis is {axis!r}; accepted: None, as act is {act!r}, not 'softmax'")
         return str(act)
     sequence = 2 if layout == "BHND" else 1
     names = {rank - 1: SOFTMAX_FEATURES, sequence: SOFTMAX_SEQUENCE}
@@ -191,8 +191,8 @@ def _act(act: Any, axis: Any, rank: int, layout: str) -> str:
 def _check_config(config: LrpeCosineConfig, act: str, d: int) -> None:
     if act == SOFTMAX_SEQUENCE and config.variant == "sequence":
         raise ValueError(
-            "LrpeCosineConfig.variant is 'sequence', which sees one token at a time; accepted, for "
-            "a softmax over the sequence: 'block'"
+            "LrpeCosineConfig.variant is 'sequence', which has no loop over it; accepted, for a "
+            "softmax over the sequence: 'block'"
         )
     if act == SOFTMAX_FEATURES and config.block_d < d:
         raise ValueError(

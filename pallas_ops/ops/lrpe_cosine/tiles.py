@@ -118,8 +118,8 @@ class Angles:
 
     def sincos(self, tile: Tile, position: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """sin and cos [rows, features]; `position` if it is known already."""
-        of = angles.precise_sincos if self.plan.precise else angles.sincos
-        return of(self.turns(tile, position))
+        sincos = angles.precise_sincos if self.plan.precise else angles.sincos
+        return sincos(self.turns(tile, position))
 
     def turns(self, tile: Tile, position: jax.Array | None = None) -> jax.Array:
         """The angles [rows, features]; `position` if it is known already."""
@@ -142,7 +142,7 @@ class Angles:
         if self.plan.p.num_axes == 1 and width == 1:
             column = jnp.zeros_like(column)
         elif last < self.plan.blocks_d * self.plan.c.block_d:
-            within = column < last
+            within = column < last  # features from `last` on have theta 0
         if last > width:
             column = lax.rem(column, jnp.int32(width))
         if heads > 1:

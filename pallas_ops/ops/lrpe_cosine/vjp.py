@@ -1,7 +1,8 @@
 """How lrpe_cosine differentiates: the ops of its passes, what shards do in them, and the rules.
 
-theta is saved. x is saved for an activation, and for the gradients of theta and of positions. A
-softmax over the sequence also saves its pivot and share per feature, and `cache_angles` the angles.
+theta, offset and positions are saved. x is saved for an activation, and for the gradients of theta
+and of positions. A softmax over the sequence also saves its pivot and share per feature, and
+`cache_angles` the angles.
 By default one pass makes the gradients of x and theta. A given config is for dx alone: then theta's
 gradient is a pass of its own.
 
@@ -32,7 +33,7 @@ RESIDUALS = "pallas_ops.lrpe_cosine"
 
 @functools.lru_cache(maxsize=1024)
 def op(name: str, p: Params) -> Op:
-    """The op of a pass: forward, saving, backward (dx), theta, gradients, softmax or mean."""
+    """The op of a pass. "saving" is "forward" with residuals, "theta" the gradient of theta."""
     tokens, batch = "h n" if p.heads_first else "n h", "b " if p.per_batch else ""
     x, out, feature = f"b {tokens} d", f"b {tokens} two d", "b h d"
     theta, (heads, width) = p.theta, p.theta.split()
@@ -124,7 +125,7 @@ def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
 
 
 def _backward(p: Params, saved: Any, dout: Any):  # type: ignore[no-untyped-def]
-    checks.axis_name(p.axis_name)  # JAX forgets that of a `jax.vmap` before this rule runs
+    checks.axis_name(p.axis_name)  # our error: the name of a `jax.vmap` is unbound by now
     of_x, x, where, cached, (pivot, share), wanted_shape = saved
     wants_dx, wants_dtheta, _, wants_dpositions = wanted_shape.shape[1:]
     if isinstance(dout, SymbolicZero):

@@ -50,11 +50,12 @@ def tpa_decode(
     and neither k nor v is materialised, except for many queries (below). Query n of N is token
     length - N + n of the cache: it sees keys m < length - (N - 1 - n).
 
-    Computed in float32 and returned in the dtype of aq; nothing else is rounded to 16 bits. In
-    tensor-core products a float32 side keeps 16 significant bits or more, and 21 where scores are
-    made for the log-sum-exp. Gradients take a block of queries at a time, form keys and values from
-    256 queries of one rank on (64 of two), or are the reference's derivative, with a warning, where
-    not even one query fits the card (more than 256 heads, wide float32 factors).
+    Computed in float32 and returned in the dtype of aq; nothing else is rounded to 16 bits, but see
+    `precision`, and Returns for quantised factors. Tensor cores keep 16 or more significant bits of
+    a float32 operand, and 21 where scores are made. Gradients take a block of queries at a time.
+    From 256 queries of one rank on (64 of two) they form keys and values. Where not even one query
+    fits the card (more than 256 heads, wide float32 factors) they are the reference's, with a
+    warning, or an error if implementation="triton".
 
     Args:
       aq: query head factors [B, N, H, R]; bfloat16, float16, float32 (float64 runs the reference).
@@ -67,26 +68,27 @@ def tpa_decode(
       bv: value feature factors [B, M, E], or [B, M, Rv, E]. All six have one dtype, or aq and bq
         are float32 and the others bfloat16 or float16, or bk and bv are both int8 or both
         float8_e4m3fn (see `quantize_tpa_factors`).
-      lengths: integers [B] or [], may be traced (`key_value_seq_lengths`): keys m >= lengths[b] do
-        not exist, whatever the cache holds there (NaN included). Length 0 gives 0, as does a
-        negative one; one above M means M. Default: all M keys exist.
+      lengths: integers [B] or [], may be traced (`jax.nn.dot_product_attention`'s
+        `key_value_seq_lengths`): keys m >= lengths[b] do not exist, NaN included. A length of 0 or
+        less gives 0; one above M means M. Default: all M keys exist.
       page_table: integers [B, pages], may be traced: the cache is a pool that the rows share. ak,
         av, bk and bv have [P, page_size] in place of [B, M]; token m of row b is at m % page_size
         of page page_table[b, m // page_size]. A page out of range is taken for the nearest one.
-        `lengths` are then required; the table's entries behind them are not read.
+        `lengths` are then required; the table's entries beyond them have no effect.
       window: a query sees the last `window` of the keys that it would see otherwise. What no query
         sees is not read. Default: no bound.
       scale: default D**-0.5; scale_q: default 1 / R (1 if bq is None); scale_k: default 1 / Rk;
-        scale_v: default 1 / Rv. Finite numbers, or floating arrays of shape [] (which may be
-        traced and are differentiable; one of the scores makes the queries float32).
+        scale_v: default 1 / Rv. Finite numbers, or real arrays of shape [], which may be traced
+        and are differentiable; an array as scale, scale_q or scale_k makes the queries float32.
       precision: None or "highest" is the above. "default" is what JAX's default means on a GPU: the
         kernels round q, the weights of the values, and the results of the cache's parts to the
         dtype of the cache (float32: products are TF32's). The output's error is then at most twice
         that of rounding q, k and v; log-sum-exps are within 2**-9 of the largest scaled sum of
-        |q_d k_d|. With 16 bits, from some hundred queries on, without `window` and
-        `batch_invariant`, k and v are formed and cuDNN attends to them (at most four times the
-        error of rounding q, k and v), and has the gradient, without `lengths` and log-sum-exp.
-        Also `jax.lax.Precision.HIGHEST` or `.DEFAULT`; jax.numpy always computes in float32.
+        |q_d k_d|. With 16 bits, from some hundred queries on, if D = E is a multiple of 8
+        up to 128, without `window`, `batch_invariant` and `config`, k and v are formed and cuDNN
+        attends to them (at most four times the error of rounding q, k and v). Without `lengths`
+        and log-sum-exp cuDNN also computes the gradient. `jax.lax.Precision.HIGHEST` and `.DEFAULT`
+        mean the same; jax.numpy always computes in float32.
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
         the other rows are; the output (not the log-sum-exp) also in a cache of another size. The
         keys are then divided into parts of 512, and not by what fills the card (1.1 to 1.3 times
@@ -95,9 +97,9 @@ def tpa_decode(
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which M is sharded, in order; partial results are merged by their log-sum-exp in one
         exchange, and `lengths` count over all shards.
-      implementation: None (the Triton kernel where the code is lowered for an NVIDIA GPU, jax.numpy
-        elsewhere), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
-      config: launch choices of the forward kernel; None chooses by shape. "xla" takes none.
+      implementation: None (the kernel on NVIDIA GPUs; jax.numpy elsewhere or, with a warning, where
+        none can run), "triton", "xla" (jax.numpy: also jvp, jacfwd, hessian) or "interpret".
+      config: launch choices, forward only; None: by shape, dtype and GPU. "xla" takes none.
 
     Returns:
       [B, N, H, E] in the dtype of aq. Differentiable in all factors that are not quantised, and in
@@ -151,7 +153,7 @@ def tpa_decode_with_lse(
     return _run(*prepare(operands, scales, *options))
 
 
-# Of the scores and of the values, where they are arrays; numbers are in `Params`.
+# The scales of scores and of values that were given as arrays; numbers are in `Params`.
 Scales = tuple[jax.Array | None, jax.Array | None]
 
 
@@ -193,7 +195,9 @@ def evaluate(
     attention: Callable[[Params, Operands], Any] = vjp.attention,
 ) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp."""
-    o = operands.with_cache(lambda x: x[:, :, None] if x.ndim == 3 else x)  # of one rank
+    o = operands.with_cache(
+        lambda x: x[:, :, None] if x.ndim == 3 else x
+    )  # adds an axis of one rank
     dtype, (score_scale, value_scale) = operands.aq.dtype, scales
     full = jnp.dtype(wide(dtype))
     if score_scale is not None:

@@ -1,4 +1,4 @@
-"""How the gradient of tpa_decode is found: by one pass over the keys, several, or matrices."""
+"""How the gradient of tpa_decode runs: one pass over the keys, several, or with k and v formed."""
 
 import dataclasses
 from typing import Any
@@ -34,7 +34,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
 
 
 def _without_blind_queries(o: Operands) -> Operands:
-    """With zeros for the cotangents of queries that see no key: NaN there would reach all keys."""
+    """The operands, with cotangent 0 for queries that see no key: a NaN would reach all keys."""
     if o.lengths is None and o.aq.shape[1] <= o.m:
         return o
     sees = o.lse > -jnp.inf

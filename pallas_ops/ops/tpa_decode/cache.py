@@ -32,14 +32,14 @@ def tpa_append(
     In place where the cache is donated (`jax.jit(..., donate_argnames=...)`).
 
     Args:
-      cache: an array [B, M, ...], or a tree of them, of any dtypes: ak, av, bk and bv say. With a
-        page table, pools [P, page_size, ...].
+      cache: an array [B, M, ...], or a tree of them, of any dtypes, such as ak and bk. With a page
+        table, pools [P, page_size, ...].
       new: the same with [B, n, ...], in the dtypes of the cache.
       lengths: integers [B] or [], may be traced: the tokens that each row has already. A token
         whose place is out of range (behind M, or of a row with a negative length) is not written.
       page_table: integers [B, pages], may be traced: token m of row b lies in page
         page_table[b, m // page_size], at m % page_size. A token whose page is out of range is not
-        written; rows that write to one page must not write to one place.
+        written; two rows must not write to the same place of a page.
 
     Returns:
       The cache with the tokens in it.
@@ -133,7 +133,7 @@ def _written(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
 def quantize_tpa_factors(
     a: ArrayLike, b: ArrayLike, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """The outer product a b with b in eight bits: (a s, b / s) for a power of two s a token.
+    """The outer product a b with b in eight bits: (a s, b / s), s a power of two for each token.
 
         s = the least power of two with max |b| / s <= 127 (int8) or 448 (float8_e4m3fn)
 
@@ -147,7 +147,7 @@ def quantize_tpa_factors(
     Args:
       a: head factors [..., H]; bfloat16, float16 or float32.
       b: feature factors [..., D], with the same leading axes: one s each.
-      dtype: int8, or float8_e4m3fn (which kernels take from sm_89 on).
+      dtype: int8, or float8_e4m3fn (kernels: from sm_89 on). Kernels take even D and E.
 
     Returns:
       a s in the dtype of a, and b / s rounded to the nearest in `dtype`. Finite factors give finite
@@ -181,10 +181,10 @@ def _quantised(a: jax.Array, b: jax.Array, narrow: Any) -> tuple[jax.Array, jax.
     y = b.astype(wide(b.dtype))
     known = jnp.isfinite(y).all(axis=-1, keepdims=True)
     y = jnp.where(known, y, 0)
-    share = (_largest(y) / top).astype(jnp.float32)
-    exponent = _exponent(share)
-    exponent = jnp.where(share > _power_of_two(exponent), exponent + 1, exponent)
-    s = _power_of_two(_in_range(jnp.where(share > 0, exponent, 0), a))
+    least = (_largest(y) / top).astype(jnp.float32)
+    exponent = _exponent(least)
+    exponent = jnp.where(least > _power_of_two(exponent), exponent + 1, exponent)
+    s = _power_of_two(_in_range(jnp.where(least > 0, exponent, 0), a))
     y = y / s.astype(y.dtype)
     y = jnp.clip(jnp.round(y) if is_int else y, -top, top)
     x = a.astype(wide(a.dtype)) * jnp.where(known, s, jnp.nan).astype(wide(a.dtype))
@@ -192,7 +192,7 @@ def _quantised(a: jax.Array, b: jax.Array, narrow: Any) -> tuple[jax.Array, jax.
 
 
 def _in_range(exponent: jax.Array, a: jax.Array) -> jax.Array:
-    """The nearest one at which a is finite and, where its dtype has exponents of 8 bits, normal.
+    """The nearest exponent at which a s is finite and, in dtypes with 8 exponent bits, normal.
 
     What is not finite already does not count: other heads have the same s.
     """
@@ -208,7 +208,7 @@ def _in_range(exponent: jax.Array, a: jax.Array) -> jax.Array:
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """floor(log2(x)) of positive numbers, as float32 has it; -127 of those below 2**-126, and 0.
+    """floor(log2(x)) of positive numbers, as float32 has it; -127 of those below 2**-126 and of 0.
 
     From its bits: jnp.frexp forgets how x is sharded (JAX 0.12).
     """

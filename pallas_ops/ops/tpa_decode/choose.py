@@ -65,7 +65,7 @@ def _choose_keys(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    # An estimate below the bound, above all where head factors are loaded ahead into registers.
+    # Launches take less than the bound, above all where head factors are loaded into registers.
     taken = float(forward_bytes(s, c, has_wgmma=False))
     taken *= 3 / 4 if s.gathers(block_h) and s.pages is None else 5 / 6
     least_keys = (48 if 32 < block_h <= 64 and s.gathers(block_h) else 96) * num_warps
@@ -165,7 +165,7 @@ def queries_of_pass(s: Sizes, card: Card) -> int:
     """How many queries one backward pass takes; more come in several passes.
 
     With few features a program has four warps, and two programs share a multiprocessor. Else it has
-    up to eight warps.
+    up to eight warps. Where not even one query fits, the result is the most: the pass falls back.
     """
     most = max(1, (64 if s.has_few_features else 128) // head_tiles(s.h, backward=True)[0])
     n = min(most, power_of_two(s.n))
@@ -177,7 +177,7 @@ def queries_of_pass(s: Sizes, card: Card) -> int:
 def fit(
     s: Sizes, c: TpaDecodeConfig, bytes_of: Callable[..., int], card: Card, *, least: int
 ) -> TpaDecodeConfig | None:
-    """`c` in shared memory: with half the keys a block, again and again, then with fewer stages."""
+    """`c` where it fits in shared memory, else with block_m halved, then with fewer stages."""
     while bytes_of(s, c) + card.has_tensor_memory * sm_100_bytes(s, c) > card.shared_memory:
         if c.block_m > least:
             c = dataclasses.replace(c, block_m=c.block_m // 2)

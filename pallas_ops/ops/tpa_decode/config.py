@@ -178,7 +178,7 @@ class Sizes:
         has_all = block_h >= self.h and self.dtype != "float32"
         if not (triton_ext.AVAILABLE and is_short and has_all):
             return False
-        if self.h % 2 == 1:  # asynchronous copies take 4 bytes, and odd rows of them begin at 2
+        if self.h % 2 == 1:  # `cp.async` copies 4 bytes or more; every other row is aligned to 2
             return True
         if backward or self.h > 64 or self.h == 32:
             return False
@@ -195,9 +195,9 @@ def tile(size: int) -> int:
 
 
 def head_tiles(block_h: int, *, backward: bool = False) -> tuple[int, ...]:
-    """The tiles that hold so many heads: one, or 64 and a smaller one where that saves a third.
+    """The tiles that hold so many heads: one, or for 65 to 96 heads 64 and one of 16 or 32.
 
-    Backward of 32 heads each, the last of 16 or 32; more than 96 heads in one.
+    Backward: tiles of 32 heads, the last one of 16 or 32; for more than 96 heads one tile.
     """
     if backward and block_h <= 96:
         return (32,) * (block_h // 32) + ((tile(block_h % 32),) if block_h % 32 else ())

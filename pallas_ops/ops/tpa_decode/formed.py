@@ -1,7 +1,7 @@
-"""The gradient for many queries, in jax.numpy: of q, k and v first, then of their factors.
+"""The gradient for many queries: of q, k and v first, then of their factors.
 
 The kernel reads the whole cache once for every few queries. With many queries the matrix products
-take most of the time, and XLA's are the fastest. So q, k and v are formed.
+take most of the time, and those of XLA or cuDNN (`by_cudnn`) are faster. So q, k and v are formed.
 """
 
 from collections.abc import Callable
@@ -83,11 +83,11 @@ def _at_once(o: Operands, *, p: Params, by_cudnn: bool) -> tuple[jax.Array, ...]
 
     def of_part(keys: slice, dk: jax.Array, dv: jax.Array) -> Any:
         ak, av, bk, bv = (x[:, keys] for x in (o.ak, o.av, o.bk, o.bv))
-        dak, dbk = of_factors("bmkh,bmkd", dk, ak, bk, 1.0)
-        return dak, *of_factors("bmkh,bmkd", dv, av, bv, p.value_scale), dbk
+        of_k = of_factors("bmkh,bmkd", dk, ak, bk, 1.0)
+        return *of_k, *of_factors("bmkh,bmkd", dv, av, bv, p.value_scale)
 
     grads = zip(*(of_part(*part) for part in reversed(of_parts)), strict=True)
-    dak, dav, dbv, dbk = (jnp.concatenate(x, axis=1) for x in grads)
+    dak, dbk, dav, dbv = (jnp.concatenate(x, axis=1) for x in grads)
     if o.bq is None:
         return dq.astype(o.aq.dtype), dak, dav, dbk, dbv
     daq, dbq = of_factors("bmhr,bmrd", dq, o.aq, o.bq, query_scale)

@@ -1,9 +1,9 @@
 """How tpa_decode runs: the launcher first, then the kernel.
 
 A program holds rows (queries x heads) and streams keys. Where `Sizes.is_rank_first`, q is not
-formed: q k^T = aq (bq bk^T). The long product has the input dtype on both sides, so it is exact,
-and needs a tile of R rows instead of H; the short product with aq keeps all of float32 (see
-`matmul`), as the log-sum-exp is not rounded to 16 bits.
+formed: q k^T = aq (bq bk^T). The long product has factors on both sides, so it is exact in 16 bits,
+and needs a tile of R rows instead of H. The short one has float32 scores beside aq: it keeps 21
+bits of them or more (16 with quantised factors; see `matmul`), as the log-sum-exp is float32.
 """
 
 from functools import partial
@@ -25,7 +25,15 @@ from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, key_range
 from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
 from pallas_ops.ops.tpa_decode.merge import merge
-from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, load, per_batch, per_split, store
+from pallas_ops.ops.tpa_decode.tiles import (
+    Plan,
+    Rows,
+    load,
+    log_sum_exp,
+    per_batch,
+    per_split,
+    store,
+)
 from pallas_ops.ops.tpa_decode.words import deinterleave, interleave, pack
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators
@@ -60,7 +68,7 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
         out_specs=[*map(per_split, results)],
         out_shape=results,
         num_warps=c.num_warps,
-        # Triton shares the stages out between two copies in a row, of the table and of its pages.
+        # Triton divides the stages between two dependent copies, of the table and of its pages.
         num_stages=c.num_stages if s.pages is None else 2 * c.num_stages - 1,
     )
     if splits > 1:
@@ -78,19 +86,20 @@ def _check_features(s: Sizes) -> None:
         or (is_float8 and card.current().capability < 89)
     ):
         raise NoKernelError(
-            f"tpa_decode has no kernel for {s.quantised} of D={s.d}, E={s.e} on {card.current()}"
+            f"tpa_decode has no kernel for {s.quantised} of D={s.d}, E={s.e} on {card.current()}: "
+            "both must be even, and float8 needs sm_89"
         )
 
 
 def _forward_kernel(
     aq_ref: Ref,  # [N H, R], or [N H, D] without bq
-    ak_ref: Ref,  # [M Rk, H], or [M Rk H] where heads are gathered; so is av_ref
+    ak_ref: Ref,  # [M Rk, H], or [M Rk H] where heads are gathered; av_ref likewise
     av_ref: Ref,  # [M Rv, H]
     bq_ref: Ref | None,  # [N R, D]
     bk_ref: Ref,  # [M Rk, D]
     bv_ref: Ref,  # [M Rv, E]
     length_ref: Ref | None,  # [1]
-    table_ref: Ref | None,  # [pages of the row]; ak to bv then have all rows' pages
+    table_ref: Ref | None,  # [pages of this sequence]; ak, av, bk and bv then are the whole pool
     out_ref: Ref,  # [N H, E]
     lse_ref: Ref,  # [N H]
     *,
@@ -159,8 +168,8 @@ def _add_values(
     pairs = zip(bv, accs, strict=True)
     accs = [plan.dot(weight, x, acc * rescale[:, None]) for x, acc in pairs]
     if len(plan.tiles) > 1:
-        # Triton lets a product run on into the next step, and keeps what it reads until then,
-        # unless a tile of fewer heads reads bv as well. It waits for what is used.
+        # Needed: the first tile's wgmma may still read bv in the next step, whose copy overwrites
+        # it, as the other tile (mma) read it too. A use of acc makes Triton wait for the product.
         accs = [acc + 0.0 for acc in accs]
     return new_max, row_sum * rescale + p.sum(axis=1), accs
 
@@ -186,9 +195,7 @@ def _load_queries(
 
 def _store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> None:
     row_max, row_sum, accs = state
-    empty = row_sum == 0
-    nonzero = jnp.where(empty, 1.0, row_sum)
-    lse = jnp.where(empty, -jnp.inf, (row_max + jnp.log2(nonzero)) / LOG2E)
+    lse, nonzero = log_sum_exp(row_max, row_sum)
     store(
         out_ref,
         interleave(accs) * (plan.p.value_scale / nonzero)[:, None],

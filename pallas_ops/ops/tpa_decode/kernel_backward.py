@@ -1,7 +1,7 @@
 """How the gradient of tpa_decode runs: one pass over the keys, k and v never materialised.
 
-With u_k = (bk_k bq^T) aq^T, s = sum_k u_k ak_k, p = exp(s - lse), t_k = bv_k dout^T,
-ds = p (sum_k t_k av_k - dout . out + dlse):
+With u_k = (bk_k bq^T) aq^T for each rank k, s = sum_k u_k ak_k, p = exp(s - lse),
+t_k = bv_k dout^T, ds = p (sum_k t_k av_k - dout . out + dlse):
 dav_k = p t_k, dbv_k = (p av_k) dout, dak_k = ds u_k, and with g_k = ds ak_k:
 dbk_k = (g_k aq) bq, dq = sum_k g_k^T bk_k (scales left out).
 Tiles are [keys, rows], so head factors are loaded and stored in memory order, and tiles computed
@@ -32,9 +32,9 @@ from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, flat, load, per_batch, p
 
 
 def one_pass(o: Operands, p: Params, at_once: int | None = None) -> tuple[jax.Array, ...]:
-    """One pass over the keys, or one of several that run at once.
+    """One pass over the keys: all of the gradient (`at_once` None), or one of `at_once` passes.
 
-    The gradients of ak, av, bk and bv of several passes are float32, as they are added up.
+    Several passes are added up, so their gradients of ak, av, bk and bv are float32.
     """
     s = Sizes.of(o, p)
     config = choose_backward(s, card.current(), at_once or 1)
@@ -79,7 +79,7 @@ def _backward_kernel(
     lse_ref: Ref,  # [N H], as dlse_ref
     dlse_ref: Ref | None,
     daq_ref: Ref,  # as aq_ref, this split's part
-    *others: Ref,  # dbq_ref, this split's part, if there is bq_ref, and those of the keys
+    *others: Ref,  # [dbq_ref, this split's part,] dak_ref, dav_ref, dbk_ref, dbv_ref
     plan: Plan,
 ) -> None:
     *dbq_ref, dak_ref, dav_ref, dbk_ref, dbv_ref = others

@@ -20,11 +20,11 @@ Position = jax.Array | int  # of a key, or of a block of keys
 
 
 class Keys:
-    """One step's keys, of which those from `first` to before `stop` are valid, or all are.
+    """One step's keys. Those from `first` to before `stop` are valid; with `all_valid` all are.
 
-    An entry is one rank of one key. Tiles hold a power of two of ranks a key. In place of a key
-    that is not valid, the nearest valid one is loaded (there must be one), or none (`masked`, as
-    for stores). With a page table [pages], key m is at place m % size of page table[m // size].
+    An entry is one rank of one key. A tile has a power of two of ranks for each key. For a key that
+    is not valid, indices are those of the nearest valid key (there must be one), or masked out
+    (`masked`, as for stores). With a page table, key m is at m % size of page table[m // size].
 
     Backward, entries come in octets: eight keys of one rank, the same eight of the next one, ...
     A thread that has row r of a tensor core's result has row r + 8 as well, so of two ranks it has
@@ -96,7 +96,7 @@ class Keys:
         return key // step * (4 * step) + thread * step + key % step
 
     def _entries(self, ranks: int, *, of_block: bool = False) -> tuple[jax.Array, jax.Array]:
-        """The rows that the entries are of an array [M ranks, ..], or of the block, and a mask."""
+        """The row of each entry in an array [M ranks, ..] (or in the block alone), and a mask."""
         size = power_of_two(ranks)
         key, rank = grouped(self.plan.c.block_m, size)
         if self.plan.backward:

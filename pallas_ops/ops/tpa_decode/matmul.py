@@ -1,4 +1,4 @@
-"""Products of tiles on the tensor cores, without rounding what is in float32."""
+"""Products of tiles on the tensor cores; float32 tiles are taken apart instead of rounded."""
 
 import itertools
 from typing import Any, Literal
@@ -15,7 +15,7 @@ Pieces = Literal[1, 2, 3]
 def dot(
     a: jax.Array, b: jax.Array, acc: jax.Array | None = None, *, pieces: Pieces = 2
 ) -> jax.Array:
-    """acc + a @ b, summed in float32, with no operand rounded to 16 bits.
+    """acc + a @ b, summed in float32; with two or three pieces no operand is rounded to 16 bits.
 
     Products of two bfloat16 or two float16 numbers are exact in float32. A float32 tile that
     meets a bfloat16 one is taken as the sum of `pieces` bfloat16 tiles: one is within 2**-9 of it;

@@ -12,7 +12,7 @@ from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import HUGE, Ref, power_of_two, span
 from pallas_ops.ops.tpa_decode.config import tile
-from pallas_ops.ops.tpa_decode.tiles import per_batch, store
+from pallas_ops.ops.tpa_decode.tiles import log_sum_exp, per_batch, store
 
 
 def merge(
@@ -29,7 +29,7 @@ def merge(
         jax.ShapeDtypeStruct((b, rows, e), jnp.dtype(out_dtype)),
         jax.ShapeDtypeStruct((b, rows), jnp.float32),
     ]
-    merged, total = launch(
+    merged, merged_lse = launch(
         partial(_merge_kernel, block=block, size=size, width=width),
         out,
         lse,
@@ -40,14 +40,14 @@ def merge(
         out_shape=results,
         num_warps=max(1, block * size * width // 2048),
     )
-    return merged, total
+    return merged, merged_lse
 
 
 def _merge_kernel(
     out_ref: Ref,  # [S, rows, E]
     lse_ref: Ref,  # [S, rows]
     merged_ref: Ref,  # [rows, E]
-    total_ref: Ref,  # [rows]
+    merged_lse_ref: Ref,  # [rows]
     *,
     block: int,
     size: int,
@@ -80,11 +80,9 @@ def _merge_kernel(
     top, total, acc = of_block(0)
     if splits > block:
         top, total, acc = lax.fori_loop(1, pl.cdiv(splits, block), step, (top, total, acc))
-    empty = total == 0
-    nonzero = jnp.where(empty, 1.0, total)
+    lse, nonzero = log_sum_exp(top, total)
     store(merged_ref, acc / nonzero[:, None], i, j, (i < rows)[:, None] & (j < e)[None, :])
-    lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E)
-    plgpu.store(total_ref.at[i], lse, mask=(i < rows) & (pl.program_id(1) == 0))
+    plgpu.store(merged_lse_ref.at[i], lse, mask=(i < rows) & (pl.program_id(1) == 0))
 
 
 def sum_splits(partials: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:

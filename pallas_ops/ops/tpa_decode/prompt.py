@@ -22,8 +22,8 @@ from pallas_ops.ops.tpa_decode import reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, tile
 from pallas_ops.ops.tpa_decode.tiles import per_batch
 
-# Queries times padded heads times ranks. Of fewer, to form keys and values takes longer than to
-# read the factors again and again.
+# Queries times padded heads times ranks. With fewer, forming keys and values takes longer than
+# reading the factors again and again.
 LEAST_ROWS = 12_288
 
 try:  # `jax.nn.dot_product_attention` rounds the log-sum-exp to 16 bits.
@@ -83,9 +83,9 @@ def attend(o: Operands, p: Params) -> tuple[jax.Array, jax.Array]:
 
 
 def scaled_query(aq: jax.Array, bq: jax.Array | None, p: Params) -> tuple[jax.Array, float, float]:
-    """What default precision rounds to 16 bits: a multiple of q, in float32.
+    """(c * q in float32, scale of its products with keys, c); the caller rounds c * q to 16 bits.
 
-    Also what its products with keys are multiplied by, and the multiple.
+    c holds the scale and log2(e) where q is formed from factors; else c is 1.
     """
     if bq is None:
         return reference.query(aq, None), p.score_scale, 1.0
@@ -112,6 +112,7 @@ def _attend(
     """Attention to these keys, of which the first `lengths` exist."""
     k, v = form_keys(o, lengths, keys, value_scale)
     sizes = () if lengths is None else (jnp.full_like(lengths, q.shape[1]), lengths)
+    # NO_MASK, PADDING, CAUSAL, PADDING_CAUSAL
     mask = cudnn.MaskType(2 * is_causal + (lengths is not None))
     attention = partial(cudnn.dot_product_attention, return_residual=True)
     out, lse = attention(q, k, v, None, None, *sizes, scale=scale, mask_type=mask)

@@ -19,7 +19,7 @@ def has_gradient(o: Operands, p: Params) -> bool:
     if CUDNN_BACKWARD is None or o.lengths is not None or p.has_lse:
         return False
     s = Sizes.of(o, p)
-    # Behind few keys its 25 launches take longest, behind many the products of the other ways.
+    # With few keys its 25 launches take most of the time; with many, the other ways' products do.
     least_rows = prompt.LEAST_ROWS if s.b * s.m < 2048 else prompt.LEAST_ROWS // 4
     return s.n * s.h * s.most_ranks >= least_rows and prompt.has_form(s, p)
 
@@ -77,10 +77,9 @@ def _gradients(
     is_causal: bool,
 ) -> Any:
     """cuDNN's gradients of q, k and v."""
-    options: dict[str, Any] = dict(
-        scale=scale, seed=0, dropout_rate=0.0, sliding_window_length=None
-    )
-    options |= dict(variadic_args=(False, False), layout=prompt.cudnn.AttentionLayout.BTNH.value)
+    options: dict[str, Any] = dict(scale=scale, seed=0, dropout_rate=0.0)
+    options |= dict(sliding_window_length=None, variadic_args=(False, False))
+    options["layout"] = prompt.cudnn.AttentionLayout.BTNH.value
     if "score_mod" in inspect.signature(prompt.cudnn.dot_product_attention).parameters:
         options["score_mod"] = None
     masks = prompt.cudnn.MaskType

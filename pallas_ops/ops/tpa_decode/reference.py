@@ -19,7 +19,7 @@ Scale = float | jax.Array
 
 
 def _einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """An einsum whose products are exact, and summed in float32."""
+    """An einsum in full precision, summed in float32 (float64)."""
     if x.dtype != y.dtype:
         x, y = x.astype(wide(x.dtype)), y.astype(wide(y.dtype))
     return jnp.einsum(formula, x, y, precision="highest", preferred_element_type=wide(x.dtype))
@@ -59,7 +59,7 @@ def as_int32(x: jax.Array) -> jax.Array:
 def with_lengths(o: Operands, window: int | None, axis_name: Names | None) -> Operands:
     """Lengths [B] counted from the start of this shard's part of the cache (may be > M).
 
-    None where all keys exist and no query's keys depend on the last one's position.
+    None if none were given; a shard then has them only for several queries or a window.
     """
     lengths = None if o.lengths is None else as_int32(o.lengths)
     from_last = o.aq.shape[1] != 1 or window is not None
@@ -87,9 +87,9 @@ def from_pages(o: Operands) -> Operands:
         sharding, pool = jax.typeof(table).sharding, jax.typeof(x).sharding
         spec = PartitionSpec(sharding.spec[0], None, None, *pool.spec[2:])
         to = NamedSharding(pool.mesh, spec) if is_explicit(x) else None
-        # The gradients of a page that many rows share add up in float32.
         if isinstance(x.shape[0], int) and x.shape[0] == 0:  # a pool of no pages
             x = jnp.zeros((1, *x.shape[1:]), x.dtype)
+        # The gradients of a page that many rows share add up in float32.
         full = x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
         rows = full.at[table].get(mode="clip", out_sharding=to).astype(x.dtype)
         return rows.reshape(table.shape[0], o.m, *x.shape[2:])
@@ -141,7 +141,7 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
         return jax.tree.map(lambda y: y[0], attend(p, jax.tree.map(lambda x: x[None], row)))
 
     if p.batch_invariant:
-        # One row of the batch at a time: what XLA makes of it does not know the batch.
+        # One row of the batch at a time, so that XLA's code does not depend on the batch size.
         out, lse = lax.map(of_row, jax.tree.map(lambda x: gathered(x, 0), o))
     else:
         out, lse = attend(p, o)
@@ -156,6 +156,7 @@ def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
         return attend(p, Operands(*factors)._replace(lengths=o.lengths))
 
     (own, own_lse), pullback = jax.vjp(run, *o[:6])
+    # out is the sum over shards of exp(own_lse - lse) * own.
     weight = jnp.exp(own_lse - jnp.where(o.lse == -jnp.inf, 0, o.lse))
     dout = o.dout.astype(o.lse.dtype)
     dlse = ((own - o.out.astype(o.lse.dtype)) * dout).sum(axis=-1)

@@ -31,7 +31,7 @@ def static(
     config: TpaDecodeConfig | None,
     precision: Precision | lax.Precision | None,
 ) -> tuple[tuple[int, ...], Params]:
-    """D, R, Rk, Rv and the static arguments, or a refusal, of `jax.ShapeDtypeStruct`s."""
+    """(D, R, Rk, Rv) and the static arguments, from `jax.ShapeDtypeStruct`s; raises a refusal."""
     implementations.check(implementation, config, TpaDecodeConfig)
     sizes = {"Rk": 1, "Rv": 1} | _sizes(o)
     _check_dtypes(o)
@@ -85,7 +85,7 @@ def _sizes(o: Operands) -> dict[str, int]:
         checks.integers("page_table", o.page_table)
         axes.check("page_table", o.page_table, "B pages")
         if o.lengths is None:
-            raise ValueError("lengths is None; accepted: integers [B] or [], for there are pages")
+            raise ValueError("lengths is None; accepted, with a page_table: integers [B] or []")
         axes.learn("page_table", M=tokens_of_table(axes.sizes["pages"], axes.sizes["page_size"]))
     return axes.sizes
 
@@ -102,7 +102,7 @@ def tokens_of_table(pages: int, page_size: int) -> int:
 
 
 def _check_dtypes(o: Operands) -> None:
-    """One of the queries, and one of the cache, which may be narrower."""
+    """The queries share one dtype, and the cache another one, which may be narrower."""
     arrays = {name: x for name, x in zip(o._fields[:6], o[:6], strict=True) if x is not None}
     for name, x in arrays.items():
         if name not in ("bk", "bv") or x.dtype not in QUANTISED:
@@ -131,6 +131,6 @@ def no_gradient(x: jax.Array) -> jax.Array:
 @no_gradient.defjvp
 def _(primals: Any, _: Any) -> Any:
     raise TypeError(
-        f"tpa_decode is differentiated in a factor of dtype {primals[0].dtype}; accepted: in "
-        "factors that are not quantised"
+        f"tpa_decode is differentiated with respect to a factor of dtype {primals[0].dtype}; "
+        "accepted: factors that are not quantised"
     )

@@ -46,7 +46,7 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products += mixed * s.most_ranks * max(0, ranks - rows_of_tile)
     if s.most_ranks > 2:  # seen: without bq up to 3.6 times as much, in float16 2.8, else 1.2
         is_float16 = s.dtype == "float16" and not s.wide_queries
-        most = 3.0 if is_float16 else 1.25 if max(s.tile_d, s.tile_e) <= 64 else 1.0
+        most = 3.0 if is_float16 else 1.25 if features <= 64 else 1.0
         products = int(products * (most if s.has_bq else 4.0))
     elif s.most_ranks == 2 and c.block_m >= 32 and not s.has_few_features:
         # With 64 entries features may have a buffer more, which other terms do not always outweigh.

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core import launch
 from pallas_ops.core.backend import plgpu
+from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
 from pallas_ops.ops.tpa_decode.matmul import Pieces, dot
@@ -27,7 +28,7 @@ class Plan:
 
     @property
     def tiles(self) -> tuple[int, ...]:
-        """A program's tiles of heads."""
+        """The sizes of a program's tiles of heads."""
         return head_tiles(self.c.block_h, backward=self.backward)
 
     @property
@@ -55,7 +56,7 @@ class Plan:
 
     @property
     def score_pieces(self) -> Pieces:
-        """The same where scores are made; with three the log-sum-exp keeps all 24 bits."""
+        """The same where scores are made; with three the log-sum-exp keeps 24 bits (21 in TF32)."""
         return 1 if self.s.precision == "default" else 2 if self.s.is_quantised_bfloat16 else 3
 
     def dot(self, a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
@@ -101,6 +102,12 @@ def load(ref: Ref, i: jax.Array, j: jax.Array, mask: jax.Array) -> jax.Array:
     return plgpu.load(ref.at[i[:, None], j[None, :]], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
+def log_sum_exp(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The log-sum-exp of a maximum (base 2) and its sum, and what the output is divided by."""
+    nonzero = jnp.where(total == 0, 1.0, total)
+    return jnp.where(total == 0, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E), nonzero
+
+
 def store(ref: Ref, value: jax.Array, i: jax.Array, j: jax.Array, mask: jax.Array) -> None:
     if launch.is_interpreted():  # JAX's interpreter writes masked elements, too, as they were
         i = jnp.where(mask.any(axis=1), i, ref.shape[0])
@@ -108,13 +115,13 @@ def store(ref: Ref, value: jax.Array, i: jax.Array, j: jax.Array, mask: jax.Arra
 
 
 def grouped(groups: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Group and place within it of groups * size lanes; sizes are powers of two."""
+    """The group of each of groups * size lanes, and its place in the group; powers of two."""
     lane = span(groups * size)
     return lane >> (size.bit_length() - 1), lane & (size - 1)
 
 
 class Rows:
-    """Rows of one tile: block_n queries x `size` heads, and their side of the scores."""
+    """Rows of one tile: block_n queries x `size` heads; indices and masks of their arrays."""
 
     def __init__(self, plan: Plan, block: jax.Array | int, offset: int, size: int) -> None:
         s, c = plan.s, plan.c
@@ -141,7 +148,7 @@ class Rows:
 
     @classmethod
     def of_program(cls, plan: Plan, block: jax.Array | int) -> list["Rows"]:
-        """A program's heads in tiles that share what they have of the keys."""
+        """One `Rows` for each of a program's tiles of heads, which share the tiles of features."""
         sizes = plan.tiles
         return [cls(plan, block, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 

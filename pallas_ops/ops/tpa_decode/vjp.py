@@ -1,8 +1,8 @@
 """How tpa_decode differentiates.
 
 Saved: the factors, and the small out and lse, named so that `jax.checkpoint` can keep them. out is
-float32, unless `precision="default"`. The backward pass recomputes the probabilities from lse, one
-tile at a time.
+float32, unless `precision="default"` with several queries or a float32 cache. The backward pass
+recomputes the probabilities from lse, one tile at a time.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from pallas_ops.ops.tpa_decode.config import Operands, Params
 
 RESIDUALS = "pallas_ops.tpa_decode"
 
+# k, v and r are the ranks of keys, values and queries.
 FACTORS = "b n h r", "b m k h", "b m v h", "b n r d", "b m k d", "b m v e"
 RESULTS = "b n h e", "b n h"
 UNSHARDED = "n", "r", "k", "v", "d"
@@ -77,7 +78,7 @@ def backward_op(has_bq: bool) -> Op:
         results=tuple(summed),
         unsharded=UNSHARDED,
         summed=tuple(summed.values()),
-        added_once=((Operands._fields.index("dlse"), "e"),),
+        added_once=((Operands._fields.index("dlse"), "e"),),  # else each shard of e would add it
         shards=("m", _backward_of_shard),
     )
 
@@ -97,9 +98,9 @@ _attention = jax.custom_vjp(partial(_call, FORWARD), nondiff_argnums=(0,))
 
 
 def _of_gradient(p: Params, o: Operands) -> Params:
-    """Params of both passes: in 16 bits those of a single query are exact.
+    """The Params of a call that is differentiated: exact for a single query and a 16-bit cache.
 
-    Rounding its q would make the backward pass slower.
+    Rounding its q, as precision="default" does, would make the backward pass slower.
     """
     is_exact = o.aq.shape[1] == 1 and o.ak.dtype.itemsize == 2
     return dataclasses.replace(p, precision="highest") if is_exact else p
@@ -108,7 +109,7 @@ def _of_gradient(p: Params, o: Operands) -> Params:
 def _forward(p: Params, o: Operands):  # type: ignore[no-untyped-def]
     p = _of_gradient(p, o)
     saved_dtype = p.out_dtype if p.precision == "default" else "float32"
-    # What is saved is differentiated by second derivatives, and so has cotangents.
+    # Second derivatives also differentiate the saved lse, so here it is a result.
     results = _attention(dataclasses.replace(p, out_dtype=saved_dtype, has_lse=True), o)
     out, lse = (checkpoint_name(x, RESIDUALS) for x in results)
     return (out.astype(p.out_dtype), lse), (o, out, lse)
