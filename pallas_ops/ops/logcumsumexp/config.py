@@ -5,6 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_ops.core import card, checks
 from pallas_ops.core.card import Card
@@ -74,7 +75,7 @@ class Plan:
     @property
     def num_tiles(self) -> int:
         """Tiles of the whole axis."""
-        return -(-self.view.s.n // self.c.block_n)
+        return pl.cdiv(self.view.s.n, self.c.block_n)
 
     @property
     def block_exact(self) -> int:
@@ -123,7 +124,7 @@ def choose(s: Sizes, block_n: int, card: Card, *, backward: bool = False) -> Log
     most = ROW_ELEMENTS if s.c == 1 else TILE_BYTES // s.itemsize
     widest = min(power_of_two(s.b), MOST_ROWS) if s.c == 1 else min(power_of_two(s.c), WIDEST)
     block_c = max(1, min(widest, most // block_n))
-    tiles = -(-s.n // block_n)
+    tiles = pl.cdiv(s.n, block_n)
     is_short = s.c > 1 and _programs(s, block_c) * tiles <= card.num_sms
     if is_short:  # then more programs, of as many warps
         block_c = min(block_c, NARROWER)
@@ -142,7 +143,7 @@ def choose(s: Sizes, block_n: int, card: Card, *, backward: bool = False) -> Log
 
 
 def _programs(s: Sizes, block_c: int) -> int:
-    return s.b * -(-s.c // block_c)
+    return s.b * pl.cdiv(s.c, block_c)
 
 
 def _num_segments(s: Sizes, tiles: int, block_c: int, card: Card, *, backward: bool) -> int:

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_ops.core import checks
 from pallas_ops.core.card import Card, current
@@ -148,9 +149,9 @@ def choose_walk(s: Sizes, act: str, card: Card) -> LrpeCosineConfig:
     split if the softmax is over it; a softmax over the features has all features in one tile.
     """
     block_d = min(power_of_two(s.d), WIDEST if act == SOFTMAX_FEATURES else 128)
-    block_n = max(1, min(1024 // block_d, power_of_two(-(-s.n // WALK_TILES))))
-    steps = -(-s.n // (WALK_TILES * block_n))
-    walks = s.b * s.h * -(-s.d // block_d)
+    block_n = max(1, min(1024 // block_d, power_of_two(pl.cdiv(s.n, WALK_TILES))))
+    steps = pl.cdiv(s.n, WALK_TILES * block_n)
+    walks = s.b * s.h * pl.cdiv(s.d, block_d)
     parts = max(1, min(steps, 32 * card.num_sms // walks))
     return LrpeCosineConfig(
         variant="block",
@@ -186,12 +187,12 @@ class Plan:
 
     @property
     def blocks_d(self) -> int:
-        return -(-self.s.d // self.c.block_d)
+        return pl.cdiv(self.s.d, self.c.block_d)
 
     @property
     def blocks_n(self) -> int:
         """Blocks of tokens in the sequence."""
-        return -(-self.s.n // self.c.block_n)
+        return pl.cdiv(self.s.n, self.c.block_n)
 
     @property
     def step_tiles(self) -> int:
@@ -201,12 +202,12 @@ class Plan:
     @property
     def steps(self) -> int:
         """Steps of the whole sequence, over all of its parts."""
-        return -(-self.blocks_n // self.walk_tiles)
+        return pl.cdiv(self.blocks_n, self.walk_tiles)
 
     @property
     def parts(self) -> int:
         """Parts of the sequence, with one walk each: the same number in all walks of a call."""
-        return min(self.c.num_parts, -(-self.blocks_n // WALK_TILES))
+        return min(self.c.num_parts, pl.cdiv(self.blocks_n, WALK_TILES))
 
     @property
     def walks(self) -> bool:
@@ -217,7 +218,7 @@ class Plan:
         """The programs of a launch."""
         if self.walks:
             return self.blocks_d, self.s.h, self.parts, self.s.b
-        return -(-self.rows // self.c.block_n), self.blocks_d, self.s.b
+        return pl.cdiv(self.rows, self.c.block_n), self.blocks_d, self.s.b
 
     def view(self, x: jax.Array) -> jax.Array:
         """x [B, .., .., D] or the output [B, .., .., 2, D], with one axis of rows."""

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from jax.experimental import pallas as pl
+
 from pallas_ops.core.backend import NoKernelError
 from pallas_ops.core.card import Card
 from pallas_ops.core.tiles import MOST_PARTS, power_of_two
@@ -41,14 +43,14 @@ def _choose_keys(
     rows = block_n * sum(head_tiles(block_h))
     if card.has_tensor_memory and _overfills_tensor_memory(s, rows, block_n):
         return None
-    blocks = s.b * -(-s.h // block_h) * -(-s.n // block_n)
+    blocks = s.b * pl.cdiv(s.h, block_h) * pl.cdiv(s.n, block_n)
 
     def keys_of_split(programs: int) -> tuple[int, int]:
         """Splits for so many programs a multiprocessor, and the keys of each."""
         if batch_invariant:
-            return -(-s.m // split_size(s.m)), split_size(s.m)
-        num_splits = max(1, min(programs * card.num_sms // blocks, -(-s.m // 32)))
-        return num_splits, -(-s.m // num_splits)
+            return pl.cdiv(s.m, split_size(s.m)), split_size(s.m)
+        num_splits = max(1, min(programs * card.num_sms // blocks, pl.cdiv(s.m, 32)))
+        return num_splits, pl.cdiv(s.m, num_splits)
 
     num_splits, keys = keys_of_split(1)
     block_m, num_stages, most_programs = _loop(s, block_h, rows, keys)
@@ -121,7 +123,7 @@ def _loop(s: Sizes, block_h: int, rows: int, keys: int) -> _Loop:
 
 def split_size(m: int) -> int:
     """The keys of a split where `batch_invariant`: a power of two."""
-    return max(512, power_of_two(-(-m // MOST_PARTS)))
+    return max(512, power_of_two(pl.cdiv(m, MOST_PARTS)))
 
 
 def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig | None:
@@ -157,7 +159,7 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
         # An odd number. With an even one all splits of all passes may store at addresses that are a
         # power of two apart, which takes 15 to 50 % more time.
         programs -= 1 - programs % 2
-    num_splits = max(1, min(programs, -(-s.m // fitting.block_m)))
+    num_splits = max(1, min(programs, pl.cdiv(s.m, fitting.block_m)))
     return dataclasses.replace(fitting, num_splits=num_splits)
 
 

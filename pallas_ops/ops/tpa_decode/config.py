@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from jax.experimental import pallas as pl
+
 from pallas_ops.core import checks, triton_ext
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.tiles import power_of_two
@@ -152,7 +154,7 @@ class Sizes:
 
     def features(self, size: int) -> int:
         """The padded size of so many features, in all of their tiles together."""
-        return self.features_per_word * tile(-(-size // self.features_per_word))
+        return self.features_per_word * tile(pl.cdiv(size, self.features_per_word))
 
     @property
     def tile_rk(self) -> int:
