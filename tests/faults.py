@@ -67,8 +67,8 @@ FAULTS = {
     ),
     "gradients of keys are rounded on the way": Fault(
         "ops/tpa_decode/kernel_backward.py",
-        "dinner = plan.dot(g, q.aq, dinner)",
-        "dinner = plan.dot(g.astype(jnp.bfloat16).astype(g.dtype), q.aq, dinner)",
+        "d_inner = plan.dot(g, q.aq, d_inner)",
+        "d_inner = plan.dot(g.astype(jnp.bfloat16).astype(g.dtype), q.aq, d_inner)",
     ),
     "ranks of a gradient in reverse": Fault(
         "ops/tpa_decode/heads.py", "return stack(xs)", "return stack(xs[::-1])"

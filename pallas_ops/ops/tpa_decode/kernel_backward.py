@@ -99,7 +99,7 @@ def _backward_kernel(
         bv = load(bv_ref, *keys.features(s.rv, s.e))
         inner = bk if bq is None else plan.dot(bk, bq.T)
         dbv: Any = None
-        dinner: Any = None
+        d_inner: Any = None
         new_dqs = []
         for q, dq in zip(queries, dqs, strict=True):
             p, ds, u, t, ak_ranks, av_ranks = _scores(q, keys, length, ak, av, inner, bv)
@@ -108,12 +108,14 @@ def _backward_kernel(
             dbv = plan.dot(join_ranks([p * x for x in av_ranks]), q.dout, dbv)
             dak = q.rows.sum_over_queries(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
             g = join_ranks([ds * x for x in ak_ranks])
-            dinner = plan.dot(g, q.aq, dinner)
+            d_inner = plan.dot(g, q.aq, d_inner)
             new_dqs.append(plan.dot(bk.T, g, dq))
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
             store(dak_ref, dak, *stored.heads(q.rows, s.rk))
         store(dbv_ref, dbv, *stored.features(s.rv, s.e))
-        store(dbk_ref, dinner if bq is None else plan.dot(dinner, bq), *stored.features(s.rk, s.d))
+        store(
+            dbk_ref, d_inner if bq is None else plan.dot(d_inner, bq), *stored.features(s.rk, s.d)
+        )
         return new_dqs
 
     zeros = [jnp.zeros((s.tile_d, len(x.index)), jnp.float32) for x in tiles]
