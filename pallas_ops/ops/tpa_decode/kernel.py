@@ -24,16 +24,8 @@ from pallas_ops.ops.tpa_decode.choose import choose
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, key_range
 from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
-from pallas_ops.ops.tpa_decode.merge import merge
-from pallas_ops.ops.tpa_decode.tiles import (
-    Plan,
-    Rows,
-    load,
-    log_sum_exp,
-    per_batch,
-    per_split,
-    store,
-)
+from pallas_ops.ops.tpa_decode.merge import log_sum_exp, merge
+from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, load, per_batch, per_split, store
 from pallas_ops.ops.tpa_decode.words import deinterleave, interleave, pack
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators

@@ -12,7 +12,7 @@ from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import HUGE, Ref, power_of_two, span
 from pallas_ops.ops.tpa_decode.config import tile
-from pallas_ops.ops.tpa_decode.tiles import log_sum_exp, per_batch, store
+from pallas_ops.ops.tpa_decode.tiles import per_batch, store
 
 
 def merge(
@@ -83,6 +83,12 @@ def _merge_kernel(
     lse, nonzero = log_sum_exp(top, total)
     store(merged_ref, acc / nonzero[:, None], i, j, (i < rows)[:, None] & (j < e)[None, :])
     plgpu.store(merged_lse_ref.at[i], lse, mask=(i < rows) & (pl.program_id(1) == 0))
+
+
+def log_sum_exp(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The log-sum-exp of a maximum (base 2) and its sum, and what the output is divided by."""
+    nonzero = jnp.where(total == 0, 1.0, total)
+    return jnp.where(total == 0, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E), nonzero
 
 
 def sum_splits(partials: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:

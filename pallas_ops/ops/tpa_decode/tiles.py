@@ -9,7 +9,6 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core import launch
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.tiles import Ref, span
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
 from pallas_ops.ops.tpa_decode.matmul import Pieces, dot
@@ -100,12 +99,6 @@ def per_split(x: jax.ShapeDtypeStruct) -> pl.BlockSpec:
 def load(ref: Ref, i: jax.Array, j: jax.Array, mask: jax.Array) -> jax.Array:
     """The tile ref[i, j], 0 outside the mask."""
     return plgpu.load(ref.at[i[:, None], j[None, :]], mask=mask, other=jnp.zeros((), ref.dtype))
-
-
-def log_sum_exp(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The log-sum-exp of a maximum (base 2) and its sum, and what the output is divided by."""
-    nonzero = jnp.where(total == 0, 1.0, total)
-    return jnp.where(total == 0, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E), nonzero
 
 
 def store(ref: Ref, value: jax.Array, i: jax.Array, j: jax.Array, mask: jax.Array) -> None:
