@@ -82,21 +82,20 @@ def check(mesh: Mesh, calls: list[Call], *, every_form: bool = False) -> None:
         explicit = Mesh(mesh.devices, "x", axis_types=(AxisType.Explicit,))
         runs += [(over(mesh=mesh, check_vma=False), mesh), (runs[0][0], explicit)]
     for forms, of_arrays in runs:
-
-        def placed(x: np.ndarray, spec: P, of_arrays: Mesh = of_arrays) -> jax.Array:
-            sharding = NamedSharding(of_arrays, spec)
-            return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-
         with jax.set_mesh(of_arrays):
-            got = _run(forms, jax.tree.map(placed, given, specs))
+            got = _run(forms, jax.tree.map(partial(_placed, of_arrays), given, specs))
         for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             for shard in x.addressable_shards:
                 size = float(np.abs(y).max())
                 assert_close(shard.data, y[shard.index], terms=64, scale=size)
 
 
+def _placed(mesh: Mesh, x: np.ndarray, spec: P) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), x.__getitem__)
+
+
 def _run(fns: list[Callable[..., Any]], given: Any) -> Any:
-    """Of each function the results and gradients, from its arguments and cotangent."""
+    """The results and gradients of each function, from its arguments and its cotangent."""
 
     def run(given: Any) -> Any:
         pairs = zip(fns, given, strict=True)

@@ -103,9 +103,9 @@ def test_streams_keys_through_the_tensor_cores_without_spills(
 
 
 SHAPES = [
-    case(dtype=BF16, **AWKWARD),
+    *(case(dtype=dtype, **AWKWARD) for dtype in (BF16, F32)),
     *(case(dtype=dtype, d=512, e=512, falls_back=dtype != BF16) for dtype in (BF16, F32)),
-    case(dtype=F32, k=2, v=3),
+    *(case(dtype=dtype, k=2, v=3) for dtype in (BF16, F32)),
     case(dtype=BF16, n=3),
     case(dtype=F32, **AWKWARD, n=3),
     case(dtype=BF16, h=128),

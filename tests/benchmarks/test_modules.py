@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -136,7 +135,7 @@ def test_chunk_cumsum_decay_has_the_tables_of_its_seeds() -> None:
 def test_columns_agree(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the mode that runs the most of each: a gradient takes the forward pass as well.
 
-    The eager column, which compiles operation by operation, of one module.
+    The eager column compiles operation by operation, so it runs for one module only.
     """
     monkeypatch.setattr(module, "implementation", kernel_implementation)  # interpreted otherwise
     benchmark: Benchmark = module.BENCHMARK
@@ -178,8 +177,8 @@ for module, *flags in json.loads(sys.argv[1]):
 @pytest.mark.slow
 def test_commands() -> None:
     """Without a card: small shapes. Of one op kernels too, which are interpreted."""
-    commands, run_two = [], (tpa_decode.BENCHMARK, md_lrpe_cosine.BENCHMARK)
-    for benchmark in run_two:
+    commands = []
+    for benchmark in BENCHMARKS:
         (ours,) = (p.name for p in benchmark.providers if p.name.lower() == "pallas")
         more = ["--m=64", f"--providers={ours},jit"] if benchmark.op == "tpa_decode" else []
         flags = ["--quick", "--mode=fwd", "--metrics=speed", "--calls=2", "--providers=jit", *more]
@@ -189,21 +188,8 @@ def test_commands() -> None:
     found = subprocess.run(run, capture_output=True, text=True, check=False, env=env)
     assert found.returncode == 0, found.stderr
     texts = found.stdout.split("\f")[:-1]
-    for benchmark, text in zip(run_two, texts, strict=True):
+    for benchmark, text in zip(BENCHMARKS, texts, strict=True):
         assert text.startswith("No NVIDIA GPU")
-        for case in small_cases(benchmark):
+        for values in itertools.product(*{**benchmark.grid, **benchmark.small}.values()):
+            case = benchmark.case(jnp.bfloat16, **dict(zip(benchmark.grid, values, strict=True)))
             assert case.title.format(metric="wall", mode="fwd", dtype="bf16") in text
-
-
-def small_cases(benchmark: Benchmark) -> list[Any]:
-    points = itertools.product(*{**benchmark.grid, **benchmark.small}.values())
-    return [
-        benchmark.case(jnp.bfloat16, **dict(zip(benchmark.grid, point, strict=True)))
-        for point in points
-    ]
-
-
-@every_benchmark
-def test_small_cases_are_small(benchmark: Benchmark) -> None:
-    for case in small_cases(benchmark):
-        assert max(math.prod(x.shape) for x in case.inputs) <= 2**22

@@ -60,7 +60,7 @@ def _forward(params: Params, x: jax.Array, edges: Any):  # type: ignore[no-untyp
 
 
 def _backward(params: Params, saved, do):  # type: ignore[no-untyped-def]
-    checks.axis_name(params.axis_name)  # our error: the name of a `jax.vmap` is unbound by now
+    checks.axis_name(params.axis_name)  # refuses the name of a `jax.vmap`, which is unbound by now
     x, edges = saved
     dx = accumulate(params.transposed(), do, edges)
     return reshard_like(dx, x), None

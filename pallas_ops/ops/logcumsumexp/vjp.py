@@ -92,7 +92,7 @@ def _forward(params: Params, *primals):  # type: ignore[no-untyped-def]
 
 
 def _backward(params: Params, saved, cotangents):  # type: ignore[no-untyped-def]
-    checks.axis_name(params.axis_name)  # our error: the name of a `jax.vmap` is unbound by now
+    checks.axis_name(params.axis_name)  # refuses the name of a `jax.vmap`, which is unbound by now
     x, initial, states = saved
     do, dfinal = cotangents
     if isinstance(do, SymbolicZero):

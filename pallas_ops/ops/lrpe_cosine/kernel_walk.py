@@ -89,7 +89,7 @@ class Walk:
 
 
 def forward(refs: Operands, out_ref: Ref, *softmax_refs: Ref, plan: Plan) -> None:
-    """`out_ref` is [B, rows, 2, D]; for a softmax over the sequence also pivot, share [B, H, D]."""
+    """`out_ref` is [B, rows, 2, D]; `softmax_refs`, if any, are pivot and share [B, H, D]."""
     walk = Walk(plan, refs)
     angles, softmax = walk.angles(), Softmax()
     if plan.p.over_sequence:

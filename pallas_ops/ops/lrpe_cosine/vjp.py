@@ -125,7 +125,7 @@ def _forward(p: Params, *primals: Any):  # type: ignore[no-untyped-def]
 
 
 def _backward(p: Params, saved: Any, dout: Any):  # type: ignore[no-untyped-def]
-    checks.axis_name(p.axis_name)  # our error: the name of a `jax.vmap` is unbound by now
+    checks.axis_name(p.axis_name)  # refuses the name of a `jax.vmap`, which is unbound by now
     of_x, x, where, cached, (pivot, share), wanted_shape = saved
     wants_dx, wants_dtheta, _, wants_dpositions = wanted_shape.shape[1:]
     if isinstance(dout, SymbolicZero):

@@ -69,8 +69,8 @@ def tpa_decode(
         are float32 and the others bfloat16 or float16, or bk and bv are both int8 or both
         float8_e4m3fn (see `quantize_tpa_factors`).
       lengths: integers [B] or [], may be traced (`jax.nn.dot_product_attention`'s
-        `key_value_seq_lengths`): keys m >= lengths[b] do not exist, NaN included. A length of 0 or
-        less gives 0; one above M means M. Default: all M keys exist.
+        `key_value_seq_lengths`): keys m >= lengths[b] do not count, even if they are NaN. A length
+        of 0 or less gives 0; one above M means M. Default: all M keys exist.
       page_table: integers [B, pages], may be traced: the cache is a pool that the rows share. ak,
         av, bk and bv have [P, page_size] in place of [B, M]; token m of row b is at m % page_size
         of page page_table[b, m // page_size]. A page out of range is taken for the nearest one.

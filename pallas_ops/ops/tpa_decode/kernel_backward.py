@@ -113,9 +113,8 @@ def _backward_kernel(
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
             store(dak_ref, dak, *stored.heads(q.rows, s.rk))
         store(dbv_ref, dbv, *stored.features(s.rv, s.e))
-        store(
-            dbk_ref, d_inner if bq is None else plan.dot(d_inner, bq), *stored.features(s.rk, s.d)
-        )
+        dbk = d_inner if bq is None else plan.dot(d_inner, bq)
+        store(dbk_ref, dbk, *stored.features(s.rk, s.d))
         return new_dqs
 
     zeros = [jnp.zeros((s.tile_d, len(x.index)), jnp.float32) for x in tiles]
