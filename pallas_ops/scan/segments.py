@@ -23,7 +23,7 @@ from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import HUGE, Ref, and_masks, power_of_two, span
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.scan.tile import Ranges
+from pallas_ops.scan.tile import Ranges, exchanged
 from pallas_ops.scan.view import Sizes
 
 Pair = tuple[jax.Array, jax.Array]
@@ -59,7 +59,9 @@ def _added_up(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool) -> Pair:
         for ref, other in ((p_ref, -HUGE), (w_ref, 0.0))
     )
     top = p.max(axis=-1)
-    return top, (w * fastmath.exp2((p - top[..., None]) * LOG2E)).sum(axis=-1)
+    total = (w * fastmath.exp2((p - top[..., None]) * LOG2E)).sum(axis=-1)
+    # Otherwise tiles would take the layout of these sums, with few columns side by side.
+    return exchanged(top), exchanged(total)
 
 
 def store(ranges: Ranges, p_ref: Ref, w_ref: Ref, total: Pair) -> None:

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core import launch
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, and_masks, span, stack, unstack
-from pallas_ops.core.triton_ext import pipelined
+from pallas_ops.core.tiles import Ref, and_masks, span
+from pallas_ops.core.triton_ext import gather, pipelined
 from pallas_ops.scan.view import View
 
 T = TypeVar("T")
@@ -53,12 +53,18 @@ class Ranges:
         return self.view.num_ranges, self.view.block_c
 
     def load(
-        self, ref: Ref, position: jax.Array | int, mask: jax.Array | None = None, other: float = 0.0
+        self,
+        ref: Ref,
+        position: jax.Array | int,
+        mask: jax.Array | None = None,
+        other: float = 0.0,
+        *,
+        exchange: bool = False,
     ) -> jax.Array:
         """Loads from an array [b, positions, c], in float32; `other` where the mask is false."""
         at, mask = self.index(position, mask)
         x = plgpu.load(ref.at[at], mask=mask, other=None if mask is None else other)
-        return x.astype(jnp.float32)
+        return (exchanged(x) if exchange else x).astype(jnp.float32)
 
     def store(
         self, ref: Ref, position: jax.Array | int, y: jax.Array, mask: jax.Array | None = None
@@ -122,20 +128,18 @@ class Tile:
 
     def load(self, ref: Ref, other: float = 0.0) -> jax.Array:
         """The tile in float32; `other` beyond the range."""
-        x = self.ranges.load(ref, self.position, self.mask, other)
-        return _exchanged(x) if self.exchange and self.ranges.view.s.c > 1 else x
+        exchange = self.exchange and self.ranges.view.s.c > 1
+        return self.ranges.load(ref, self.position, self.mask, other, exchange=exchange)
 
     def store(self, ref: Ref, y: jax.Array) -> None:
         self.ranges.store(ref, self.position, y, self.mask)
 
 
-def _exchanged(x: jax.Array) -> jax.Array:
+def exchanged(x: jax.Array) -> jax.Array:
     """The same tile, in a layout where each lane has all steps of one column (CUB: BlockExchange).
 
-    A lane loads 16 bytes of neighbouring columns, and Triton would keep that layout. Splits and
-    joins along the steps make Triton exchange the elements through shared memory. Triton crashes on
-    them where the tile is that of a single lane, which has all of its steps anyway.
+    A lane loads 16 bytes of neighbouring columns, and Triton would keep that layout. A gathered
+    tile has the layout of its index. The index is new, and Triton deals out a new tile's numbers
+    one after the other to the lanes, then to the warps: neighbouring columns, then groups.
     """
-    if x.size == x.shape[0]:
-        return x
-    return stack(unstack(x.transpose(1, 2, 3, 0))).transpose(3, 0, 1, 2)
+    return x if launch.is_interpreted() else gather(x.reshape(-1), span(x.size)).reshape(x.shape)
