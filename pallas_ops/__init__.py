@@ -2,7 +2,7 @@
 
 Axis letters: B batch, N sequence, M cached sequence, H heads, D key or feature width, E value width
 or columns of theta, R query rank, Rk and Rv key and value rank, K axes of a grid, C columns (the
-axes behind the scanned one), S packed sequences.
+product of the axes after the scanned one), S packed sequences.
 
 Each op is a folder under `pallas_ops.ops`; read it as api, reference, vjp, kernel, config.
 """

@@ -16,6 +16,7 @@ import pallas_ops
 from pallas_ops import ChunkCumsumDecayConfig
 from pallas_ops.core import card, implementations, launch
 from pallas_ops.ops.chunk_cumsum_decay.config import Params, Plan, choose
+from pallas_ops.ops.chunk_cumsum_decay.reference import edges_of
 from pallas_ops.ops.chunk_cumsum_decay.tiles import Chunks
 from pallas_ops.scan.view import Sizes, View
 from tests import h200, shards
@@ -224,6 +225,14 @@ def test_a_shift_where_only_the_result_is_sharded(rng: Rng, reverse: bool) -> No
     for run in (partial(fn, implementation="xla"), exported.call):
         got = jax.jit(run, out_shardings=NamedSharding(mesh, P(None, "x")))(placed)
         assert_close(got, fn(x), terms=4)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32, np.int64, np.uint64])
+def test_bounds_are_clipped_in_their_own_dtype(dtype: Any) -> None:
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    with jax.enable_x64(True):
+        edges = edges_of(jnp.asarray(np.array([least, 3, most], dtype)), 200)
+    np.testing.assert_array_equal(edges, [0, 0, 3, min(most, 200), 200])
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])

@@ -35,7 +35,7 @@ def test_quantised_factors_are_near(rng: Rng, dtype: Any, dtype8: Any) -> None:
     """Within half a step of the largest feature; A factors keep their digits."""
     a = random_array(rng, (3, 40, 2, 7), dtype)
     b = jnp.asarray(rng.standard_normal((3, 40, 2, 16)) * 2.0 ** rng.integers(-6, 6, (2, 1)), dtype)
-    got_a, got_b = pallas_ops.quantize_tpa_factors(a, b, dtype8)
+    got_a, got_b = pallas_ops.quantize_tpa_factors(a, b, np.dtype(dtype8).type)
     assert (got_a.dtype, got_b.dtype) == (dtype, dtype8)
     x, y, exact_a, exact_b = (to_float64(z) for z in (got_a, got_b, a, b))
     s = 2.0 ** np.round(np.log2(np.abs(x / exact_a).max(axis=-1, keepdims=True)))

@@ -31,7 +31,7 @@ def test_gradients_of_many_queries_come_in_blocks(
     rng: Rng, window: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four, all at once or two; filled up, also where some queries come before all keys."""
-    monkeypatch.setattr(backward, "AT_ONCE", at_once)
+    monkeypatch.setattr(backward, "NUMBERS_AT_ONCE", at_once)
     shape: dict[str, Any] = dict(b=3, n=9, m=40, h=9, r=4, d=16, e=8, rk=2)
     s = Sizes(**(shape | dict(rv=1)), dtype="float32")
     assert queries_of_pass(s, H200) == 4
@@ -51,7 +51,9 @@ def test_gradients_of_many_queries_come_in_chunks(
     rng: Rng, dtype: Any, masks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four queries; the last one is filled up. Two of four sequences at a time."""
-    for name, value in dict(CHUNK=4, SCORES=1, LEAST_ROWS=1, AT_ONCE=8 * 40 * 5 * 24).items():
+    for name, value in dict(
+        CHUNK=4, SCORES=1, LEAST_QUERIES=1, BYTES_AT_ONCE=8 * 40 * 5 * 24
+    ).items():
         monkeypatch.setattr(formed, name, value)
     jax.clear_caches()  # the same calls may have been made without
     has_lengths, window = "has_lengths" in masks, masks.get("window")

@@ -183,8 +183,8 @@ def test_gradients_of_many_queries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By cuDNN or in chunks, with scores so large that q must be that of the forward pass."""
-    for module in prompt, formed:
-        monkeypatch.setattr(module, "LEAST_ROWS", 1)
+    monkeypatch.setattr(prompt, "LEAST_ROWS", 1)
+    monkeypatch.setattr(formed, "LEAST_QUERIES", 1)
     if WITH_CUDNN == "interpret":
         cudnn.instead(monkeypatch)
     if not has_cudnn:

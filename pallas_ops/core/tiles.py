@@ -35,6 +35,15 @@ def wide(dtype: Any) -> Any:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
+def as_int32(x: jax.Array) -> jax.Array:
+    """Integers of any dtype; those that int32 has not are taken for the nearest ones."""
+    least, most = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+    info = jnp.iinfo(x.dtype)
+    if info.min < least or info.max > most:
+        x = jnp.clip(x, max(info.min, least), most)
+    return x.astype(jnp.int32)
+
+
 def along(flags: jax.Array, x: jax.Array, axis: int = 0) -> jax.Array:
     """Flags [n] in a shape that broadcasts along an axis of x."""
     return lax.expand_dims(flags, [i for i in range(x.ndim) if i != axis])
@@ -42,6 +51,11 @@ def along(flags: jax.Array, x: jax.Array, axis: int = 0) -> jax.Array:
 
 def span(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)
+
+
+def divided(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Quotients and remainders of x >= 0: `divmod` has eight operations more, for signs."""
+    return lax.div(x, size), lax.rem(x, size)
 
 
 def and_masks(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:

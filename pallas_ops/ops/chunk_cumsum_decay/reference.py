@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.partition import gathered, is_partly_manual, reshard_like
-from pallas_ops.core.tiles import along, wide
+from pallas_ops.core.tiles import along, as_int32, wide
 from pallas_ops.ops.chunk_cumsum_decay.config import Params
 
 
@@ -60,7 +60,7 @@ def previous(y: jax.Array, axis: int, reverse: bool) -> jax.Array:
 
 def edges_of(cu_seqlens: jax.Array, n: int) -> jax.Array:
     """[S + 3]: 0, where S sequences begin, where the last one ends, and the end of the axis."""
-    inside = jnp.clip(gathered(cu_seqlens, 0).astype(jnp.int32), 0, n)
+    inside = jnp.clip(as_int32(gathered(cu_seqlens, 0)), 0, n)
     if isinstance(inside.size, int):
         inside = lax.cummax(inside)
     else:  # symbolic (jax.export), which cummax does not take

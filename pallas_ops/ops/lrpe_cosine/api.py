@@ -100,7 +100,7 @@ def md_lrpe_cosine(
     What is not listed here (x, act, axis, layout, implementation, config) is as for `lrpe_cosine`.
 
     Args:
-      theta: [H, E] or [1, E] with K * E >= D; for K = 1 also what `lrpe_cosine` takes.
+      theta: [H, E] or [1, E], with K * E >= D if K > 1; for K = 1 as `lrpe_cosine` takes it.
       shape: the grid's, such as (height, width); None only with `positions`.
       num_prefix_tokens: how many tokens precede the grid's.
       positions: [N, K] or [B, N, K], integers or real numbers, in place of the grid's indices;

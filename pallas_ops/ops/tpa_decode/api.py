@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from pallas_ops.core import checks, forward_mode, implementations, shards
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.shards import AxisName
-from pallas_ops.core.tiles import wide
+from pallas_ops.core.tiles import as_int32, wide
 from pallas_ops.ops.tpa_decode import reference, refusals, vjp
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Precision, TpaDecodeConfig
 
@@ -92,8 +92,8 @@ def tpa_decode(
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
         the other rows are; the output (not the log-sum-exp) also in a cache of another size. The
         keys are then divided into parts of 512, and not by what fills the card (1.1 to 1.3 times
-        the default's time on an H200). jax.numpy promises it on a CPU only: for a GPU XLA may
-        compile a batch of one in another way.
+        the default's time on an H200). jax.numpy promises the same for other batches alone, and on
+        a CPU only: for a GPU XLA may compile a batch of one in another way.
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which M is sharded, in order; partial results are merged by their log-sum-exp in one
         exchange, and `lengths` count over all shards.
@@ -206,7 +206,7 @@ def evaluate(
     if o.bk.dtype != o.ak.dtype:
         o = o._replace(bk=refusals.no_gradient(o.bk), bv=refusals.no_gradient(o.bv))
     if o.page_table is not None:
-        o = o._replace(page_table=reference.as_int32(o.page_table))
+        o = o._replace(page_table=as_int32(o.page_table))
     o = reference.with_lengths(o, params.window, params.axis_name)
     o = Operands(*shards.unify(*o))
     if params.implementation != "xla":

@@ -15,7 +15,7 @@ from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.kernel_backward import one_pass
 
 # At most so many numbers in the float32 gradients of the keys of one launch's passes: 256 MiB.
-AT_ONCE = 2**26
+NUMBERS_AT_ONCE = 2**26
 
 
 def backward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, ...]:
@@ -43,7 +43,7 @@ def _without_blind_queries(o: Operands) -> Operands:
 
 
 def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
-    """A pass for each block of `block_n` queries, several passes in one launch (`AT_ONCE`).
+    """A pass for each block of `block_n` queries, several passes in one launch (`NUMBERS_AT_ONCE`).
 
     `lengths` of a block end at its last query. The first block is filled up with queries of the
     second, and the first step with copies of the first block. There the log-sum-exp is set to inf,
@@ -52,7 +52,7 @@ def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:
     b, n = o.aq.shape[:2]
     factors = o.ak, o.av, o.bk, o.bv
     blocks = pl.cdiv(n, block_n)
-    steps = pl.cdiv(blocks, max(1, AT_ONCE // sum(x.size for x in factors)))
+    steps = pl.cdiv(blocks, max(1, NUMBERS_AT_ONCE // sum(x.size for x in factors)))
     passes = pl.cdiv(blocks, steps)
     copies, first = 1 + steps * passes - blocks, n - (blocks - 1) * block_n
 

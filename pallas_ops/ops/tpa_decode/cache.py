@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -13,8 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_ops.core import checks
 from pallas_ops.core.partition import is_explicit
-from pallas_ops.core.tiles import wide
-from pallas_ops.ops.tpa_decode.reference import as_int32
+from pallas_ops.core.tiles import as_int32, wide
 from pallas_ops.ops.tpa_decode.refusals import QUANTISED, tokens_of_table
 
 Tree = TypeVar("Tree")
@@ -159,9 +159,8 @@ def quantize_tpa_factors(
     a, b = checks.array("a", a), checks.array("b", b)
     checks.floating("a", a)
     checks.floating("b", b)
-    narrow = next(
-        (each for each in QUANTISED if not getattr(dtype, "ndim", 0) and each == dtype), None
-    )
+    is_array = isinstance(dtype, jax.Array | np.ndarray)
+    narrow = None if is_array else next((each for each in QUANTISED if each == dtype), None)
     if narrow is None:
         raise ValueError(f"{checks.shown('dtype', dtype)}; accepted: int8 or float8_e4m3fn")
     if not a.ndim or not b.ndim or a.shape[:-1] != b.shape[:-1]:

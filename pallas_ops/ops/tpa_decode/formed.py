@@ -18,12 +18,12 @@ from pallas_ops.ops.tpa_decode import prompt, prompt_backward, reference
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 
 # Queries times the square of the ranks: with fewer the kernel's passes take less time.
-LEAST_ROWS = 256
+LEAST_QUERIES = 256
 # Numbers in keys and values of a sequence: 4 GiB in float32, and as much for their gradients. With
 # more of them, fewer than 512 queries take the kernel's passes, which need next to no memory.
 MOST_FORMED = 2**30
 # Bytes of keys and values, or of 64 queries' scores, of as many sequences as run at once.
-AT_ONCE = 2**30
+BYTES_AT_ONCE = 2**30
 # A chunk has 64 queries, or more if their scores still fit in 300 MB (float32).
 CHUNK = 64
 SCORES = 75_000_000
@@ -32,7 +32,7 @@ SCORES = 75_000_000
 def takes(s: Sizes) -> bool:
     """Whether this is faster than the kernel's passes; k and v of few queries may be too large."""
     fits = s.n >= 512 or s.m * s.h * (s.d + s.e) <= MOST_FORMED
-    return fits and s.n * s.most_ranks**2 >= LEAST_ROWS
+    return fits and s.n * s.most_ranks**2 >= LEAST_QUERIES
 
 
 def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
@@ -45,11 +45,11 @@ def backward(o: Operands, p: Params) -> tuple[jax.Array, ...]:
 
 
 def _in_groups(o: Operands, *, p: Params, by_cudnn: bool) -> tuple[jax.Array, ...]:
-    """The gradients, of as many sequences at once as `AT_ONCE` allows."""
+    """The gradients, of as many sequences at once as `BYTES_AT_ONCE` allows."""
     s, run = Sizes.of(o, p), partial(_at_once, p=p, by_cudnn=by_cudnn)
     size = s.b * s.m * s.h * max(s.d + s.e, CHUNK) * _dtype(s).itemsize
     divisors = (i for i in range(1, s.b + 1) if s.b % i == 0)
-    groups = next((i for i in divisors if size <= i * AT_ONCE), s.b)
+    groups = next((i for i in divisors if size <= i * BYTES_AT_ONCE), s.b)
     if groups == 1:
         return run(o)
     grads = lax.map(run, jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), o))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, power_of_two, span, split_evenly
+from pallas_ops.core.tiles import Ref, divided, power_of_two, span, split_evenly
 from pallas_ops.ops.tpa_decode.choose import split_size
 from pallas_ops.ops.tpa_decode.config import tile
 from pallas_ops.ops.tpa_decode.tiles import Indices, Plan, Rows, grouped, load
@@ -92,8 +92,10 @@ class Keys:
             return place
         step = min(8 // math.gcd(8, s.most_ranks * s.h), block // 4)
         own = 2 // s.most_ranks  # keys of a thread's two entries
-        thread, key = place // own % 4, place // (4 * own) * own + place % own
-        return key // step * (4 * step) + thread * step + key % step
+        pair, first = divided(place, own)
+        group, thread = divided(pair, 4)
+        group, key = divided(group * own + first, step)
+        return (group * 4 + thread) * step + key
 
     def _entries(self, ranks: int, *, of_block: bool = False) -> tuple[jax.Array, jax.Array]:
         """The row of each entry in an array [M ranks, ..] (or in the block alone), and a mask."""
@@ -101,7 +103,8 @@ class Keys:
         key, rank = grouped(self.plan.c.block_m, size)
         if self.plan.backward:
             octet, place = grouped(self.plan.c.block_m * size // 8, 8)
-            key, rank = octet // size * 8 + place, octet % size
+            octet, rank = divided(octet, size)
+            key = octet * 8 + place
         key = self.index if ranks == 1 else self._spread(key) + self.begin
         exists = self._are_valid(key) if self.masked else jnp.full(key.shape, True)
         if not self.masked and not self.all_valid:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.partition import gathered, is_explicit
 from pallas_ops.core.shards import Names, gather
-from pallas_ops.core.tiles import wide
+from pallas_ops.core.tiles import as_int32, wide
 from pallas_ops.ops.tpa_decode.config import Operands, Params
 
 Scale = float | jax.Array
@@ -45,15 +45,6 @@ def scales(sizes: Sequence[int], given: Sequence[Scale | None], dtype: Any) -> t
     if isinstance(product, float) and abs(product) > most:
         raise ValueError(f"scale * scale_q * scale_k is {product:g}; accepted: at most {most:g}")
     return product, value
-
-
-def as_int32(x: jax.Array) -> jax.Array:
-    """Integers of any dtype; those that int32 has not are taken for the nearest ones."""
-    least, most = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
-    info = jnp.iinfo(x.dtype)
-    if info.min < least or info.max > most:
-        x = jnp.clip(x, max(info.min, least), most)
-    return x.astype(jnp.int32)
 
 
 def with_lengths(o: Operands, window: int | None, axis_name: Names | None) -> Operands:
