@@ -117,6 +117,16 @@ def h200_mesh(**axes: int) -> Mesh:
     )
 
 
+def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The result, and its own pullback, so that both passes are compiled."""
+
+    def run(*xs: Any) -> Any:
+        out, pull = jax.vjp(fn, *xs)
+        return out, pull(out)
+
+    return run
+
+
 def compile_for_h200(
     fn: Callable[..., Any],
     *args: Any,

@@ -111,10 +111,20 @@ def weighted(fn: Callable[..., Arrays], weights: Arrays) -> Callable[..., jax.Ar
     return loss
 
 
-def pullback(op: TestedOp, fn: Callable[..., Arrays]) -> Callable[..., Any]:
-    """From weights of the results and the operands to the gradients of `weighted`."""
+def with_pullback(op: TestedOp, fn: Callable[..., Arrays]) -> Callable[..., Any]:
+    """From weights of the results and the operands to the results, and gradients of `weighted`."""
     n = op.num_floating
-    return lambda weights, xs: jax.vjp(lambda *ys: fn(*ys, *xs[n:]), *xs[:n])[1](weights)
+
+    def run(weights: Any, xs: Any) -> Any:
+        out, pull = jax.vjp(lambda *ys: fn(*ys, *xs[n:]), *xs[:n])
+        return out, pull(weights)
+
+    return run
+
+
+def pullback(op: TestedOp, fn: Callable[..., Arrays]) -> Callable[..., Any]:
+    """The gradients alone."""
+    return lambda weights, xs: with_pullback(op, fn)(weights, xs)[1]
 
 
 def cpu_mesh(kind: AxisType = AxisType.Auto) -> Mesh:

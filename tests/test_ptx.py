@@ -13,14 +13,14 @@ from tests.ptx.shared import Shared
 INT32 = np.dtype(np.int32)
 
 
-def program(body: str, num_threads: int = 64) -> ptx.Program:
+def program(body: str) -> ptx.Program:
     """Finds x and y in %rd1 and %rd2, 4 times its thread's number in %rd3."""
     return ptx.parse(f"""
 .visible .entry pallas_ops_test(
     .param .u64 .ptr .align 16 test_param_0,
     .param .u64 .ptr .align 16 test_param_1
 )
-.reqntid {num_threads}, 1, 1
+.reqntid 64, 1, 1
 {{
     .reg .b32 %r<9>;
     ld.param.b64 %rd1, [test_param_0];

@@ -80,7 +80,7 @@ def test_gradients_outside_and_inside(
     assert_close(got[: op.num_floating], grads[: op.num_floating], terms=TERMS)
 
     inside = jax.shard_map(
-        pullback(op, fn),
+        pullback(op, compiled(op, None)),
         mesh=cpu_mesh(),
         in_specs=(specs(op.results, layout), specs(op.operands, layout)),
         out_specs=specs(op.operands[: op.num_floating], layout),
@@ -192,7 +192,7 @@ def test_lengths_count_over_a_split_cache(
     assert_close(got[:6], grads[:6], terms=TERMS)
 
     inside = jax.shard_map(
-        pullback(TPA_DECODE, fn),
+        pullback(TPA_DECODE, partial(decode, axis_name="x", window=window)),
         mesh=cpu_mesh(),
         in_specs=((P(), P()), CACHE_SPECS),
         out_specs=CACHE_SPECS[:6],

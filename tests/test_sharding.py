@@ -23,6 +23,7 @@ from tests.ops import (
     pullback,
     random_weights,
     specs,
+    with_pullback,
     words,
 )
 from tests.shards import assert_sharded, place, run, summing
@@ -66,13 +67,15 @@ def test_split_axes_stay_split(rng: Rng, op: TestedOp, layout: Layout, implement
     xs = place(mesh, xs, op.operands, layout)
     weights = place(mesh, weights, op.results, layout)
 
-    out, collectives = run(compiled(op, implementation), *xs)
+    out, collectives = run(compiled(op, None), *xs)
     assert collectives == {}
     assert_close(out, want, terms=TERMS)
     assert_sharded(out, op.results, mesh, layout)
 
-    got, collectives = run(pullback(op, compiled(op, implementation)), weights, xs)
+    (out, got), collectives = run(with_pullback(op, compiled(op, implementation)), weights, xs)
     assert collectives.keys() == summing(op, layout)
+    assert_close(out, want, terms=TERMS)
+    assert_sharded(out, op.results, mesh, layout)
     assert_close(got, grads[: op.num_floating], terms=TERMS)
     assert_sharded(got, op.operands[: op.num_floating], mesh, layout)
 
@@ -240,11 +243,14 @@ def test_h200s_only_sum_gradients(op: TestedOp, layout: Layout) -> None:
     xs = op.structs(jnp.bfloat16, c=64)  # logcumsumexp of wide tiles takes twice as long
     ins, outs = specs(op.operands, layout), specs(op.results, layout)
 
-    def both(*args: Any) -> Any:
-        weights, xs = args[: len(outs)], args[len(outs) :]
-        return op.fn(*xs), pullback(op, op.fn)(weights, xs)
-
+    both = with_pullback(op, op.fn)
     weights = jax.eval_shape(op.fn, *xs)
-    program = h200.compile_for_h200(both, *weights, *xs, mesh=mesh, specs=outs + ins)
+    program = h200.compile_for_h200(
+        lambda *args: both(args[: len(outs)], args[len(outs) :]),
+        *weights,
+        *xs,
+        mesh=mesh,
+        specs=outs + ins,
+    )
     assert program.collectives.keys() == summing(op, layout)
     assert any(f".entry pallas_ops_{op.name}(" in text for text in program.ptx)

@@ -1,5 +1,6 @@
 """Meshes of which some axes are automatic, explicit or manual: `axis_name=`, and `auto_axes`."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_ops
 from tests.ops import cpu_mesh
-from tests.support import assert_close, random_array
+from tests.support import assert_close, on_host, random_array
 
 Rng = np.random.Generator
 OPS: dict[str, Callable[..., jax.Array]] = dict(
@@ -25,6 +26,18 @@ OPS: dict[str, Callable[..., jax.Array]] = dict(
         x, jnp.ones((1, 2)), act="softmax", axis=1, **kw
     ),
 )
+
+
+def both(fn: Callable[..., jax.Array], x: Any) -> Any:
+    out, pull = jax.vjp(fn, x)
+    return out, *pull(jnp.sin(out))
+
+
+@functools.cache
+def one_device(name: str) -> Any:
+    return jax.jit(partial(both, partial(OPS[name], implementation="xla")))
+
+
 SPLIT = [(AxisType.Auto, P("y", "x")), (AxisType.Explicit, P("y", "x"))]
 SPLIT += [(AxisType.Explicit, P(None, "x", "y"))]
 
@@ -33,13 +46,9 @@ SPLIT += [(AxisType.Explicit, P(None, "x", "y"))]
 @pytest.mark.parametrize("name", OPS)
 def test_sequences_over_one_mesh_axis(rng: Rng, name: str, kind: AxisType, spec: P) -> None:
     """With gradients; the other axis splits the batch, or columns."""
-    op, x, mesh = OPS[name], random_array(rng, (4, 16, 2)), cpu_mesh(kind)
+    op, x, mesh = OPS[name], on_host(random_array(rng, (4, 16, 2))), cpu_mesh(kind)
 
-    def both(fn: Callable[..., jax.Array], x: Any) -> Any:
-        out, pull = jax.vjp(fn, x)
-        return out, *pull(jnp.sin(out))
-
-    want = jax.jit(partial(both, partial(op, implementation="xla")))(x)
+    want = one_device(name)(x)
     mapped = jax.shard_map(
         partial(op, axis_name="x"),
         mesh=mesh,

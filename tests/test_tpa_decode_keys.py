@@ -150,15 +150,16 @@ def test_bits_know_nothing_of_the_batch(rng: Rng, window: int | None, implementa
     run = both(implementation, batch_invariant=True, window=window)
     xs, (out, lse) = on_host((xs, run(*xs, lengths=lengths)))
     assert_close((out, lse), loop(xs, lengths, window), terms=1100)
-    for rows in (slice(0, 1), slice(2, 5)):
+    for rows in (slice(0, 1), slice(2, 5))[: 1 if implementation == KERNEL else 2]:
         got = run(*(x[rows] for x in xs), lengths=lengths[rows])
         if exact:
             jax.tree.map(np.testing.assert_array_equal, got, (out[rows], lse[rows]))
         else:
             assert_close(got, (out[rows], lse[rows]), terms=1100)
     if implementation == KERNEL:
+        rows = slice(2, 5)
         longer = (
             x if x.shape[1] == 1 else np.pad(x, ((0, 0), (0, 999), *((0, 0),) * (x.ndim - 2)))
-            for x in xs
+            for x in (y[rows] for y in xs)
         )
-        np.testing.assert_array_equal(run(*longer, lengths=lengths)[0], out)
+        np.testing.assert_array_equal(run(*longer, lengths=lengths[rows])[0], out[rows])

@@ -118,10 +118,9 @@ def test_every_byte_moves_once(rng: np.random.Generator, moves: Moves) -> None:
         assert counts[f"{what} bytes"] / counts[f"{what} requests"] >= moves.least, f"narrow {what}"
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_keys_that_no_query_sees_are_not_read(rng: np.random.Generator, backward: bool) -> None:
-    """Of 4,096 keys; what each program reads of queries and cotangents is the same."""
-    cache = tuple(random_array(rng, (1, 4096, size), BF16) for size in (32, 32, 128, 128))
+def test_keys_that_no_query_sees_are_not_read(rng: np.random.Generator) -> None:
+    """Of 1,024 keys; what each program reads of queries and cotangents is the same."""
+    cache = tuple(random_array(rng, (1, 1024, size), BF16) for size in (32, 32, 128, 128))
     q = random_array(rng, (1, 1, 32, 128), BF16)
 
     def run(window: int, *xs: jax.Array) -> Any:
@@ -130,15 +129,15 @@ def test_keys_that_no_query_sees_are_not_read(rng: np.random.Generator, backward
             return pallas_ops.tpa_decode(q, ak, av, None, bk, bv, **options)
 
         out, pull = jax.vjp(fn, *xs)
-        return pull(out) if backward else out
+        return pull(out)
 
     loaded = []
     for window in (256, 512):
         with emulate.traffic() as traffic:
             jax.block_until_ready(jax.jit(partial(run, window))(*cache))
-        counts = traffic["pallas_ops_tpa_decode" + "_backward" * backward]
-        loaded.append(counts["loads bytes"])
-    assert loaded[1] - loaded[0] == 256 * 640
+        kernels = "pallas_ops_tpa_decode", "pallas_ops_tpa_decode_backward"
+        loaded.append([traffic[name]["loads bytes"] for name in kernels])
+    assert [b - a for a, b in zip(*loaded, strict=True)] == [256 * 640] * 2
 
 
 @pytest.mark.slow
@@ -173,20 +172,15 @@ def test_heads_come_from_many_banks_at_once(rng: np.random.Generator, h: int, ra
     sizes = tpa_decode.Sizes(b=16, n=1, m=16384, **axes, dtype="bfloat16")
     config = dataclasses.replace(choose.choose(sizes, H200), num_splits=1)
     xs = factors(rng, BF16, b=1, m=4 * config.block_m, **axes)
+    decode = partial(pallas_ops.tpa_decode, implementation=KERNEL, config=config)
     with emulate.traffic() as counts:
-        pallas_ops.tpa_decode(*xs, implementation=KERNEL, config=config).block_until_ready()
+        if ranks == 1:
+            decode(*xs).block_until_ready()
+        else:
+            out, pull = jax.vjp(decode, *xs)
+            jax.block_until_ready(pull(out))
     count = counts["pallas_ops_tpa_decode"]
     assert count["shared cycles"] < 1.2 * count["shared turns"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("h", [34, 47, 78])
-def test_heads_of_the_gradient_come_from_many_banks_at_once(
-    rng: np.random.Generator, h: int
-) -> None:
-    xs = factors(rng, BF16, b=1, m=64, h=h, r=6, d=64, e=64, rk=2, rv=2)
-    out, pull = jax.vjp(partial(pallas_ops.tpa_decode, implementation=KERNEL), *xs)
-    with emulate.traffic() as counts:
-        jax.block_until_ready(pull(out))
-    count = counts["pallas_ops_tpa_decode_backward"]
-    assert count["shared cycles"] < 1.25 * count["shared turns"]
+    if ranks > 1:
+        count = counts["pallas_ops_tpa_decode_backward"]
+        assert count["shared cycles"] < 1.25 * count["shared turns"]

@@ -1,5 +1,6 @@
 """What tpa_decode means, one query and head at a time, and the arguments that its tests share."""
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -64,7 +65,7 @@ def _in_float64(xs: tuple[Any, ...]) -> list[Any]:
 
 def heads(xs: Any, lengths: Any, window: int | None) -> Iterator[Head]:
     aq, ak, av, bq, bk, bv = xs
-    b, n, h, r = aq.shape
+    (b, n, h, r), lengths = aq.shape, np.asarray(lengths)
     for i, j, k in np.ndindex(b, n, h):
         last = max(0, min(int(lengths[i]), bk.shape[1]) - (n - 1 - j))
         seen = slice(0 if window is None else max(0, last - window), last)
@@ -94,8 +95,9 @@ def loop_gradients(
     aq, ak, av, bq, bk, bv = wide = _in_float64(xs)
     grads = [None if x is None else np.zeros(x.shape) for x in wide]
     daq, dak, dav, dbq, dbk, dbv = cast(Any, grads)
+    douts, dlses = (np.asarray(x, np.float64) for x in cotangents)
     for (i, j, k), seen, q, keys, values, scores in heads(wide, lengths, window):
-        do, dlse = (np.asarray(x, np.float64)[i, j, k] for x in cotangents)
+        do, dlse = douts[i, j, k], dlses[i, j, k]
         p = np.exp(scores - scores.max())
         p /= p.sum()
         dscores = p * (values @ do - p @ values @ do + dlse) * bk.shape[-1] ** -0.5
@@ -120,10 +122,20 @@ def poisoned_with(bad: float, x: jax.Array, gone: npt.NDArray[np.bool_]) -> npt.
 
 
 def both(implementation: Any = None, **kwargs: Any) -> Callable[..., Any]:
-    """Output and log-sum-exp, compiled."""
-    return jax.jit(partial(pallas_ops.tpa_decode_with_lse, implementation=implementation, **kwargs))
+    """Output and log-sum-exp, compiled; of the same options one function."""
+    given = dict(kwargs, implementation=implementation)
+    of_arrays = {k: x for k, x in given.items() if isinstance(x, np.ndarray | jax.Array)}
+    if of_arrays:
+        return jax.jit(partial(pallas_ops.tpa_decode_with_lse, **given))
+    return _both(tuple(given.items()))
 
 
+@functools.cache
+def _both(given: Any) -> Callable[..., Any]:
+    return jax.jit(partial(pallas_ops.tpa_decode_with_lse, **dict(given)))
+
+
+@functools.cache
 def pulled(implementation: Any, window: int | None = None) -> Callable[..., Any]:
     """Of factors, lengths and cotangents: the results, and the gradients of the factors."""
 

@@ -25,8 +25,8 @@ from benchmarks.plan import Plan
 from tests.support import kernel_implementation
 
 SMALLEST: dict[str, dict[str, Sequence[Any]]] = {
-    "tpa_decode": {"model": ("t6-kv-22",), "batch": (3,), "m": (80,)},
-    "tpa_prompts": {"model": ("t6-34",), "m": (60,), "n": (50,)},
+    "tpa_decode": {"model": ("t6-kv-22",), "batch": (1,), "m": (16,)},
+    "tpa_prompts": {"model": ("t6-34",), "m": (20,), "n": (4,)},
     "logcumsumexp": {"where": ("last",), "batch": (1,), "dim": (5,), "n": (3,)},
     "lrpe_cosine": {"what": ("act_softmax-dim_-1",), "n": (2,)},
     "chunk_cumsum_decay": {"where": ("b16-d128-packed",), "n": (3,)},

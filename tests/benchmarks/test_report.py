@@ -24,14 +24,14 @@ def test_markdown_has_every_number_and_every_reason() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 def test_a_mean_is_not_passed_off_as_a_median() -> None:
-    found = suite.run(TOY, toy_plan(calls=3))  # four kernels in three calls
+    found = suite.run(TOY, toy_plan(calls=3, metrics=["speed"]))  # four kernels in three calls
     assert "jit at n = 8, 2048: calls launched different kernels" in report.markdown(found)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 def test_seconds_to_compile_are_those_of_what_is_jitted() -> None:
-    text = report.markdown(suite.run(TOY, toy_plan()))
+    text = report.markdown(suite.run(TOY, toy_plan(metrics=["speed"])))
     rows = text[text.index("toy-compile-fwd-k1-f32:") :].split("\n")
     cells = [cell.strip() for cell in rows[4].split("|")[1:-1]]
     names = [cell.strip() for cell in rows[2].split("|")[1:-1]]

@@ -122,10 +122,10 @@ def pick(rng: Rng, *options: Any) -> Any:
     return options[rng.integers(len(options))]
 
 
-def random_shape(rng: Rng, most: int = 3000) -> tuple[int, ...]:
-    """Of any rank but 0; now and then with an empty axis."""
+def random_shape(rng: Rng) -> tuple[int, ...]:
+    """Of any rank but 0, with at most 3,000 numbers; now and then with an empty axis."""
     shape = [pick(rng, *SIZES) for _ in range(rng.integers(1, 5))]
-    while math.prod(shape) > most:
+    while math.prod(shape) > 3000:
         shape[rng.integers(len(shape))] = pick(rng, *SIZES[:7])
     if rng.random() < 0.05:
         shape[rng.integers(len(shape))] = 0
