@@ -179,7 +179,7 @@ def main(*, count: int = 12, places: int = 4, pages: int = 28) -> list[Request]:
     finished: list[Request] = []
     with Progress(transient=True) as progress:
         task = progress.add_task("compiling", total=count)
-        start, steps = time.perf_counter(), 0
+        start, before, steps = time.perf_counter(), 0, 0
         while len(finished) < count:
             server.waiting.extend(arriving.popleft() for _ in range(min(2, len(arriving))))
             server.admit()
