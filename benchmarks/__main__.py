@@ -1,6 +1,6 @@
 """Every table of every op in one run: speed, memory, seconds to compile, forward and backward.
 
-`python -m benchmarks` takes at most about 25 minutes beside an H200, and goes on where it was
+`python -m benchmarks` takes at most about 25 minutes on an H200, and goes on where it was
 stopped: delete the folder's JSON to measure anew. `--quick` takes 3: few sizes, no memory, nobody
 else's functions. Without a GPU small shapes run.
 """
@@ -97,12 +97,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def estimate(works: Sequence[Work]) -> str:
-    """Of an H200; and who is not there to be compared with."""
+    """The plan's time on an H200, and which of the packages to compare with are missing."""
 
     def sums(some: list[Work]) -> str:
         points = sum(len(work.providers) for work in some)
         minutes = sum(work.seconds() for work in some) / 60
-        return f"{points} points of {len(some)} rows, about {minutes:.0f} minutes beside an H200"
+        return f"{points} points of {len(some)} rows, about {minutes:.0f} minutes on an H200"
 
     absent = [name for name, version in peers.versions().items() if version == "absent"]
     lines = [

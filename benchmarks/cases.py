@@ -71,7 +71,7 @@ class Benchmark:
     dtypes: Sequence[str] = ("bf16",)
     has: Callable[..., bool] = lambda **_: True  # whether a point of the grid is a case
     sizes: Callable[..., Sizes] = lambda **_: "all"  # those of a mode and point in a run of all ops
-    point_s: float = 0.8  # seconds that a jitted point takes beside an H200, most of it to compile
+    point_s: float = 0.8  # seconds that a jitted point takes on an H200, most of it to compile
     proposals: Callable[..., Sequence[Provider]] = lambda **_: ()  # launches that --sweep tries
 
 

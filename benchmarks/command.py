@@ -46,7 +46,7 @@ def main(benchmark: Benchmark) -> None:
 
 
 def refuse_words(arguments: Sequence[str]) -> None:
-    """Of the command line, that belong to no flag."""
+    """Refuses arguments that are no flags."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected: {' '.join(arguments[1:])}")
 
@@ -106,7 +106,7 @@ def _plan(benchmark: Benchmark, mode: str) -> Plan:
 
 
 def _of_axis(axis: str, word: str, values: Sequence[Any]) -> Any:
-    """One of its names, or a size."""
+    """A value of a grid axis: one of its names, or a size."""
     if isinstance(values[0], str):
         return _known(word, values)
     if not word.isdecimal() or not int(word):

@@ -1,10 +1,10 @@
 """Which points became slower: `python -m benchmarks.compare OLD.json NEW.json`.
 
-Run before a change to a kernel is merged, on one card; folders can be compared as well. Two numbers
-differ if their ratio is further from 1 than noise is: the sum of the two interquartile ranges over
-their medians, or, if that is more, how much the copy of the same row differs between the runs; and
-never less than --least. Where a record has no spread it is --threshold. The exit status is 1 if one
-of our kernels became slower or failed.
+Run before a change to a kernel is merged, on one card; folders can be compared as well. Two times
+differ if their ratio is further from 1 than the noise. Noise is the sum of both interquartile
+ranges over their medians, or, if that is more, how much the copies of that row differ; and never
+less than --least. Where a record has no spread it is --threshold. The exit status is 1 if one of
+our kernels became slower or failed.
 """
 
 import dataclasses

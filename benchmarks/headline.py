@@ -63,7 +63,7 @@ def _line(axes: Axes, y: float, tables: Sequence[Table]) -> dict[str, dict[str, 
 
 
 def shown(tables: Sequence[Table]) -> Table:
-    """The one with numbers of most functions; of these, of the most bytes."""
+    """The table with results of the most functions; of several, that of the most bytes."""
 
     def order(table: Table) -> tuple[int, int]:
         functions = sum(_largest(table, name) is not None for name in SHOWN)

@@ -102,7 +102,7 @@ def cumlogsumexp(x: jax.Array, *, axis: int) -> jax.Array:
 
 def jax_own(*, where: str, **_: Any) -> Function:
     if where.endswith("padded"):
-        raise NotImplementedError("its gradient is NaN behind -inf")
+        raise NotImplementedError("its gradient is NaN after -inf")
     return partial(cumlogsumexp, axis=CASES[where][0])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import cases, peers
 from benchmarks.cases import Benchmark, Case, Grid, Point, Provider, Sizes
 
-ROW_S, SLOW_S = 0.7, 5.0  # seconds beside an H200: a row's truth, a slow column
+ROW_S, SLOW_S = 0.7, 5.0  # seconds on an H200: a row's truth, a slow column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from benchmarks import headline, plots, records, report, suite, summary
 
 
 def folder(*, quick: bool = False) -> pathlib.Path:
-    """Of this machine's card."""
+    """The folder with the results of this machine's card."""
     card = "-".join(suite.card().lower().split())
     return pathlib.Path(__file__).with_name("results") / (f"{card}-quick" if quick else card)
 

@@ -126,14 +126,14 @@ class Report:
 
 
 def noise(one: Cell, other: Cell, *, least: float = 0.02, unknown: float = 0.05) -> float:
-    """Two times differ if their ratio is further from 1: the sum of their ranges over medians."""
+    """The relative difference below which two times count as equal: both ranges over medians."""
     if one.spread is None or other.spread is None:
         return max(least, unknown)
     return max(least, one.spread + other.spread)
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """Of one op: a table replaces one of the same title; the environments of what is left."""
+    """A table replaces one of the same title; with the environments of what is left."""
     tables = {table.title: table for report in reports for table in report.tables}
     left = [r.environment for r in reports if any(tables[t.title] is t for t in r.tables)]
     names = dict.fromkeys(name for environment in left for name in environment)

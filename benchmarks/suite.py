@@ -186,7 +186,7 @@ def environment() -> dict[str, Any]:
 
 
 def _fingerprint() -> str:
-    """Of the package's source: a run is of one."""
+    """A hash of the package's source: a run must not mix two."""
     folder = pathlib.Path(pallas_ops.__file__).parent
     text = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
     return hashlib.sha256(text).hexdigest()[:10]

@@ -134,7 +134,7 @@ def losses(reports: Sequence[Report]) -> list[Loss]:
 
 
 def _times(one: Cell, other: Cell) -> tuple[float | None, float | None]:
-    """By the same clock."""
+    """Both times, by the same clock."""
     if one.kernel_ms or other.kernel_ms:
         return one.kernel_ms, other.kernel_ms
     return one.wall_ms, other.wall_ms

@@ -54,7 +54,7 @@ SIZES = sorted({m for x in MODELS.values() for m in x.sizes})
 
 
 def has(*, model: str, batch: int, m: int) -> bool:
-    """Of the grid's numbers those of the model's own tables; any others."""
+    """Whether a point is in the model's tables; sizes that are not in the grid always are."""
     x = MODELS[model]
     own = batch in x.batches or batch not in BATCHES, m in x.sizes or m not in SIZES
     return all(own) and batch * m <= x.most

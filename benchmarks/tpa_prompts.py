@@ -32,7 +32,7 @@ def case(dtype: Any, *, model: str, m: int, n: int) -> Case:
 
 
 def attend(aq: Any, ak: Any, av: Any, bq: Any, bk: Any, bv: Any) -> jax.Array:
-    """jax.nn.dot_product_attention on q, k and v that are formed first; beside a GPU cuDNN's."""
+    """jax.nn.dot_product_attention on q, k and v that are formed first; on a GPU cuDNN's."""
     form = "bmrh,bmrd->bmhd" if ak.ndim == 4 else "bmh,bmd->bmhd"
     ranks = ak.shape[2] if ak.ndim == 4 else 1
     q = jnp.einsum("bnhr,bnrd->bnhd", aq, bq) / bq.shape[2]

@@ -1,7 +1,7 @@
 """Decoding steps of examples/tpa_server.py at T6's size: `python -m benchmarks.tpa_server`
 
-12 layers of width 768, 34 heads of 64 features, ranks 6 and 2, pages of 64 tokens; as many tokens
-in the cache of every request. On a CPU a small model runs, and only the wall clock is read.
+12 layers of width 768, 34 heads of 64 features, ranks 6 and 2, pages of 64 tokens; all requests
+have the same number of cached tokens. On a CPU a small model runs, and only the wall clock is read.
 """
 
 import json

@@ -23,9 +23,9 @@ class MinGru(nnx.Module):
         self.candidate = nnx.Linear(width, width, rngs=rngs)
 
     def __call__(self, x: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """log h and log of the last h [B, 1, width], of x [B, N, width] and such a state.
+        """Returns log h [B, N, width], and its last position [B, 1, width] as the state.
 
-        With A the running sum of log(1 - z): log h_t = A_t + log(h_0 + sum exp(log z c - A)).
+        With A the running sum of log(1 - z): log h_t = A_t + log(h_0 + sum exp(log(z c) - A)).
         """
         gate = self.gate(x)
         kept = pallas_ops.chunk_cumsum_decay(-jax.nn.softplus(gate), chunk_size=x.shape[1])

@@ -62,7 +62,7 @@ class Request:
         return len(self.tokens) == len(self.prompt) + self.num_new
 
     def advance(self, n: int, after: int, logit: float) -> None:
-        """n more tokens are in the cache; the model's next one counts if none is known."""
+        """Counts n more cached tokens. If all known tokens are cached now, `after` comes next."""
         self.length += n
         if self.length == len(self.tokens):
             self.tokens.append(after)

@@ -27,7 +27,7 @@ KERNELS = "PALLAS_OPS_KERNELS"  # "interpret": no emulation
 
 # XLA's own threads take denormal numbers for 0, and with them what is called back from there.
 _HOST = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-_HOST.submit(int).result()  # threads begin as the one that starts them
+_HOST.submit(int).result()  # started here: a thread begins with the mode of the one that starts it
 _PROGRAMS: dict[str, tuple[ptx.Program, tuple[int, ...]]] = {}
 _traffic: list[dict[str, collections.Counter[str]]] = []
 

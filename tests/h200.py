@@ -1,7 +1,7 @@
-"""The compiler beside a card that is not there: an H200, or another one (`instead`).
+"""Compiling for a card that is not there: an H200, or another one (`instead`).
 
 XLA's GPU plugin compiles for a described device, so Triton, LLVM and ptxas give here, on any CPU,
-the errors, registers and spills they would give beside an NVIDIA H200. ptxas takes long, and runs
+the errors, registers and spills they would give on an NVIDIA H200. ptxas takes long, and runs
 where a test asks for `Program.kernels`. Nothing is run.
 """
 
@@ -153,7 +153,7 @@ def lower_for_h200(
     mesh: Mesh | None = None,
     specs: Sequence[P] | None = None,
 ) -> jax.stages.Lowered:
-    """As `compile_for_h200`, and stops where Triton would speak."""
+    """As `compile_for_h200`, and stops before Triton compiles."""
     mesh = mesh or h200_mesh(device=1)
     specs = specs or [P()] * len(args)
     structs = [
@@ -165,7 +165,7 @@ def lower_for_h200(
 
 
 def compile_lowered(lowered: jax.stages.Lowered) -> Program:
-    """What is left of `compile_for_h200` after `lower_for_h200`."""
+    """Compiles what `lower_for_h200` returned."""
     # Options of this one compilation: in XLA_FLAGS that of the emitter breaks XLA for CPUs.
     options: dict[str, Any] = {"xla_dump_emitter_re": "ptx", "xla_backend_optimization_level": 3}
     options["xla_gpu_cuda_data_dir"] = ptxas.pretended()
@@ -176,7 +176,7 @@ def compile_lowered(lowered: jax.stages.Lowered) -> Program:
 
 
 def lower_for_cuda(fn: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
-    """Lowers `fn` for an H200 and stops there: Pallas has spoken, Triton and ptxas have not."""
+    """Lowers `fn` for an H200, which needs no CUDA plugin: Pallas' part alone."""
     with on_h200():
         traced = _jitted(fn).trace(*map(_structs, args))
         lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("cuda",))

@@ -9,7 +9,7 @@ On a machine with a GPU:
     done
     compute-sanitizer --tool initcheck python -m tests.sanitize # what XLA's kernels write, counts
 
-Words behind it choose the calls that have one of them in their names.
+Further words choose the calls that have one of them in their names.
 
 Alone it shows that every element of every result is written: device memory is filled with NaN
 before one run and with 1 before another, and their results are bit-equal.
@@ -41,7 +41,7 @@ def pool(pages: int, size: int, h: int, d: int) -> tuple[Any, ...]:
 
 
 def paged(*xs: jax.Array, dtype8: Any = None, **options: Any) -> jax.Array:
-    """From random pages; the table's entries behind the lengths are garbage."""
+    """From random pages; the table's entries beyond the lengths are garbage."""
     aq, ak, av, bq, bk, bv = xs
     if dtype8 is not None:
         bk, bv = (jnp.round(8 * jax.lax.stop_gradient(x)).astype(dtype8) for x in (bk, bv))

@@ -161,7 +161,7 @@ def test_packed_sequences_compile_once(
 def test_gradient_of_a_scale_knows_nothing_of_what_is_left_out(
     rng: Rng, implementation: Any
 ) -> None:
-    """NaN behind the last sequence, and where a shift drops it."""
+    """NaN after the last sequence, and where a shift drops it."""
     x, do = arguments(rng, (40, 3))
     options: dict[str, Any] = dict(axis=0, chunk_size=6, shift="chunk")
     sums = truth(x, do, bounds=[0, 12, 30], **options)[0]

@@ -211,7 +211,7 @@ def test_packed_sequences_exchange_totals_alone(rng: Rng) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "reverse"), [(1, False), (1, True), (2, True)])
 def test_kernels_start_from_a_carry(rng: Rng, axis: int, reverse: bool) -> None:
-    """Emulated or on a GPU: a part of an axis whose sequences begin before it and end behind it."""
+    """Emulated or on a GPU: a part of an axis whose sequences begin before it and end after it."""
     x, carry = random_array(rng, (2, 40, 40)), random_array(rng, (2, 40))
     sums = vjp.op("chunk_cumsum_decay", axis, 2 - axis)
     same: Any = dict(axis=axis, reverse=reverse, scale=0.5, dtypes=("float32", "float32"))

@@ -76,7 +76,7 @@ def test_what_equals_an_accepted_argument_may_be_refused() -> None:
     ("shape", "axis", "what"),
     [
         ((2**31,), 0, "axis 0"),
-        ((2, 2**16, 2**15), 0, "product of the axes behind"),
+        ((2, 2**16, 2**15), 0, "product of the axes after"),
         ((2**16, 2**15, 2), -1, "product of the axes before"),
         ((2**16, 2, 2**15), 1, None),
     ],

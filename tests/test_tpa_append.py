@@ -68,7 +68,7 @@ def test_append_to_pages(rng: Rng, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
 def test_append_by_a_narrow_table(rng: Rng, dtype: Any) -> None:
-    """There are more pages than its integers count; the second token is behind the table."""
+    """There are more pages than its integers count; the second token is beyond the table."""
     pool, new = random_array(rng, (300, 4, 2)), random_array(rng, (1, 2, 2))
     table = np.array([[3]], dtype)
     got = pallas_ops.tpa_append(pool, new, 3, page_table=table)

@@ -62,7 +62,7 @@ def paged(rng: Rng, dtype: Any, case_: dict[str, Any]) -> tuple[Any, Any, dict[s
     ("table", "dtype"), in_turn([case(**table) for table in TABLES], [jnp.float32, jnp.bfloat16])
 )
 def test_pages(rng: Rng, table: dict[str, Any], dtype: Any) -> None:
-    """As a cache of each row's own; table entries behind the length are never followed."""
+    """As a cache of each row's own; table entries beyond the length are never followed."""
     xs, ys, given = paged(rng, dtype, table)
     whole = {k: v for k, v in given.items() if k != "page_table"}
     want = both("xla", **whole)(*ys)

@@ -106,7 +106,7 @@ OPTIONS = [case(window=33), case(batch_invariant=True)]
 
 @pytest.mark.parametrize(("options", "query"), in_turn(OPTIONS, [jnp.bfloat16, jnp.float32]))
 def test_windows_batches_and_float32_queries(rng: Rng, options: dict[str, Any], query: Any) -> None:
-    """Float32 queries beside a cache of bfloat16 are rounded as well."""
+    """Float32 queries with a cache of bfloat16 are rounded as well."""
     aq, ak, av, bq, bk, bv = factors(rng, jnp.bfloat16, m=600, h=17, r=6, d=32, e=32, rk=2, rv=2)
     xs = aq.astype(query), ak, av, bq.astype(query), bk, bv
     got = both(KERNEL, precision="default", **options)(*xs)[0]
@@ -135,7 +135,7 @@ PROMPTS = [
 def test_prompts(
     rng: Rng, shape: dict[str, Any], dtype: Any, lengths: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys behind the lengths may hold NaN; a query that no key comes before gets 0."""
+    """Keys beyond the lengths may hold NaN; a query that no key comes before gets 0."""
     monkeypatch.setattr(prompt, "LEAST_ROWS", 1)
     if WITH_CUDNN == "interpret":
         cudnn.instead(monkeypatch)

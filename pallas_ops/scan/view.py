@@ -140,7 +140,7 @@ def implementation_for(
     """
     sizes |= {f"axis {i}": size for i, size in enumerate(shape)}
     outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-    sizes |= {"product of the axes before": outer, "product of the axes behind": inner}
+    sizes |= {"product of the axes before": outer, "product of the axes after": inner}
     for dtype in dtypes:
         implementation = kernel_or_reference(implementation, dtype, sizes)
     return implementation

@@ -57,7 +57,7 @@ def chunk_cumsum_decay(
         they have to be finite, and are written and read once more.
       cu_seqlens: integers [S + 1], may be traced: where sequences that are packed along the axis
         begin, and the last one ends. Chunks are counted from each sequence's start, shifts stop at
-        its ends, and what is before the first or behind the last sequence gives 0. Bounds are
+        its ends, and what is before the first or after the last sequence gives 0. Bounds are
         clipped to [0, N], and one below an earlier one is raised to it. For ascending segment ids
         pass `jnp.searchsorted(segment_ids, jnp.arange(S + 1))`. Default: one sequence of N.
       dtype: that of the result; default: that of x.

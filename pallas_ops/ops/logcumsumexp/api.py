@@ -36,7 +36,7 @@ def logcumsumexp(
     along one axis, with s the initial state; in reverse, over j >= i.
 
     Computed in float32 and returned in the dtype of x. Exact for every range and length: however
-    far apart the numbers are, and however many small ones stand behind a large one, the result and
+    far apart the numbers are, and however many small ones follow a large one, the result and
     its gradients are those of a float64 evaluation, to float32 rounding. -inf contributes nothing
     and gets gradient 0; where there has been nothing else, o is -inf and passes no gradient on.
     +inf and NaN act from their position on. Gradients at +inf are those of

@@ -55,7 +55,7 @@ class Shard:
         XLA may shard the backward pass in another way, or not at all. Where shards begin at tiles,
         their states are sharded like x. Elsewhere every shard has the states of all tiles, which
         come from a second scan, of the numbers from the first tile on that begins in the shard;
-        the others go behind them.
+        the others come after them.
         """
         axis, n, block_n = self.params.axis, x.shape[self.params.axis], self.params.block_n
         before, last = self._states(self.run("totals", x), *given)

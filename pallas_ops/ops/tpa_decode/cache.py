@@ -36,7 +36,7 @@ def tpa_append(
         table, pools [P, page_size, ...].
       new: the same with [B, n, ...], in the dtypes of the cache.
       lengths: integers [B] or [], may be traced: the tokens that each row has already. A token
-        whose place is out of range (behind M, or of a row with a negative length) is not written.
+        whose place is out of range (beyond M, or of a row with a negative length) is not written.
       page_table: integers [B, pages], may be traced: token m of row b lies in page
         page_table[b, m // page_size], at m % page_size. A token whose page is out of range is not
         written; two rows must not write to the same place of a page.

@@ -92,7 +92,7 @@ class Sizes:
     rk: int
     rv: int
     dtype: str  # of the cache
-    wide_queries: bool = False  # whether aq and bq are float32 beside a cache of 16 bits
+    wide_queries: bool = False  # whether aq and bq are float32 and the cache has 16 bits
     has_bq: bool = True  # else aq is q itself, and r is D
     quantised: str | None = None  # the dtype of bk and bv where they have 8 bits
     out_dtype: str = "float32"
