@@ -96,7 +96,9 @@ FAULTS = {
         "ops/tpa_decode/kernel.py", "loaded = ahead(i + 1)", "loaded = ahead(i)"
     ),
     "keys of a block change places": Fault(
-        "ops/tpa_decode/keys.py", "+ thread * step + key % step", "+ thread + key % step"
+        "ops/tpa_decode/keys.py",
+        "(group * 4 + thread) * step + key",
+        "group * 4 * step + thread + key",
     ),
     "vmapped operands fold into the wrong axis": Fault(
         "core/dispatch.py", "o.reshape(size, -1,", "o.reshape(-1, size,"

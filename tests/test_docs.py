@@ -4,6 +4,7 @@ The blocks of one page run in order in one namespace, as a reader would run them
 begins with `# needs a GPU` is compiled and not run.
 """
 
+import csv
 import importlib.util
 import pathlib
 import re
@@ -72,3 +73,46 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_a_page_of_the_site_is_in_its_menu(page: str) -> None:
     if page != "README.md":
         assert f": {page.removeprefix('docs/')}\n" in text("mkdocs.yml")
+
+
+CARDS = "nvidia-h200", "nvidia-h100-80gb-hbm3"
+# Of rows of the README's table of speeds: the tables of an op.
+TABLES = {
+    "last axis of": "batch12-dim2048",
+    "axis 1 of [12": "batch12-dim2048-axis1",
+    "axis 1 of [1,": "batch1-dim64-columns64-length4n",
+    "128 features a head": "b16-h16-d128-reverse_False",
+    "one number a head": "b(4|16)-h16-d1-reverse_(False|True)",
+    "`lrpe_cosine`, `md": "batch12-head12-dim128-act_none",
+    "softmax over": "batch12-head12-dim128-act_softmax-dim_-2",
+    "32 sequences": "batch32-head32-dim128-rank16",
+    "without factors": r"batch16-head\d+-dim64-full-ranks2",
+    "T6 models": r"batch16-head\d+-dim64-rank6-ranks2",
+}
+
+
+def fractions(mode: str, table: str, column: str) -> str:
+    """The least and the most of a copy, of each card, at the largest size."""
+    shown = []
+    for card in CARDS:
+        with (ROOT / "benchmarks/results" / card / "numbers.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        last = {  # the largest size of a table comes last
+            row["table"]: float(row["of_copy"])
+            for row in rows
+            if (row["mode"], row["column"]) == (mode, column) and re.fullmatch(table, row["table"])
+        }
+        ends = dict.fromkeys(f"{y:.2f}" for y in (min(last.values()), max(last.values())))
+        shown.append(" to ".join(ends))
+    return ", ".join(shown)
+
+
+@pytest.mark.parametrize("row", TABLES)
+def test_the_readme_has_the_numbers_of_the_tables(row: str) -> None:
+    """Backward too, where all of it was measured in the run of all tables."""
+    (line,) = (line for line in text("README.md").split("\n") if line[:1] == "|" and row in line)
+    forward, backward, jitted = (cell.strip() for cell in line.split("|")[2:5])
+    assert forward == fractions("fwd", TABLES[row], "pallas")
+    assert jitted == fractions("fwd", TABLES[row], "jit")
+    if "heads)" not in line:
+        assert backward.startswith(fractions("bwd", TABLES[row], "pallas"))
