@@ -129,10 +129,7 @@ def test_forward_and_gradient_compile(name: str, case: str) -> None:
 
 
 def compiled(fn: Callable[..., Any], xs: Any) -> h200.Program:
-    """Both passes; the forward pass alone where the gradient of tpa_decode is the reference's.
-
-    XLA takes long over that, and nothing is asked of it here.
-    """
+    """Both passes; of tpa_decode the forward pass alone where no kernel has the gradient."""
     lowered = h200.lower_for_h200(h200.with_gradient(fn), *xs)
     text = lowered.as_text()
     if "pallas_ops_tpa_decode" in text and "pallas_ops_tpa_decode_backward" not in text:
