@@ -54,7 +54,7 @@ def span(size: int) -> jax.Array:
 
 
 def divided(x: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Quotients and remainders of x >= 0: `divmod` has eight operations more, for signs."""
+    """Quotients and remainders of x >= 0. (`//` and `%` are more operations, for signs.)"""
     return lax.div(x, size), lax.rem(x, size)
 
 

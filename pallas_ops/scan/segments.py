@@ -60,7 +60,7 @@ def _added_up(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool) -> Pair:
     )
     top = p.max(axis=-1)
     total = (w * fastmath.exp2((p - top[..., None]) * LOG2E)).sum(axis=-1)
-    # Otherwise tiles would take the layout of these sums, with few columns side by side.
+    # Otherwise Triton would give the layout of these loads to the program's tiles too.
     return exchanged(top), exchanged(total)
 
 

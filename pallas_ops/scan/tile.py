@@ -138,8 +138,8 @@ class Tile:
 def exchanged(x: jax.Array) -> jax.Array:
     """The same tile, in a layout where each lane has all steps of one column (CUB: BlockExchange).
 
-    A lane loads 16 bytes of neighbouring columns, and Triton would keep that layout. A gathered
-    tile has the layout of its index. The index is new, and Triton deals out a new tile's numbers
-    one after the other to the lanes, then to the warps: neighbouring columns, then groups.
+    A lane loads 16 bytes of neighbouring columns, and Triton would keep that layout. A gather gives
+    its result the layout of the index. This index is not loaded, so it has Triton's default layout:
+    neighbouring elements in neighbouring lanes, then warps. Those are columns, then groups.
     """
     return x if launch.is_interpreted() else gather(x.reshape(-1), span(x.size)).reshape(x.shape)
