@@ -63,13 +63,32 @@ def and_masks(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     return a if b is None else b if a is None else a & b
 
 
+def halves(x: jax.Array, axis: int) -> list[jax.Array]:
+    """x[0] and x[1] along an axis of two; free in a kernel where a thread has both."""
+    x = jnp.moveaxis(x, axis, -1)
+    return [half.reshape(x.shape[:-1]) for half in lax.split(x, (1, 1), x.ndim - 1)]
+
+
+def joined(first: jax.Array, second: jax.Array, *, axis: int) -> jax.Array:
+    """The inverse of `halves`."""
+    return jnp.moveaxis(jnp.stack([first, second], axis=-1), -1, axis)
+
+
+def flipped(x: jax.Array) -> jax.Array:
+    """x[::-1], of a power of two of entries: each bit of the index is flipped."""
+    bits = len(x).bit_length() - 1
+    y = x.reshape((2,) * bits + x.shape[1:])
+    for bit in range(bits):
+        y = joined(*reversed(halves(y, bit)), axis=bit)
+    return y.reshape(x.shape)
+
+
 def unstack(x: jax.Array) -> list[jax.Array]:
     """x[..., k] for each k, of which there are a power of two; free where a thread has them all."""
     *shape, size = x.shape
     if size == 1:
         return [x.reshape(shape)]
-    halves = lax.split(x.reshape(*shape, size // 2, 2), (1, 1), len(shape) + 1)
-    even, odd = (unstack(half.reshape(*shape, size // 2)) for half in halves)
+    even, odd = (unstack(half) for half in halves(x.reshape(*shape, size // 2, 2), -1))
     return [y for pair in zip(even, odd, strict=True) for y in pair]
 
 
@@ -77,5 +96,5 @@ def stack(xs: list[jax.Array]) -> jax.Array:
     """The inverse of `unstack`."""
     if len(xs) == 1:
         return xs[0][..., None]
-    pairs = jnp.stack([stack(xs[::2]), stack(xs[1::2])], axis=-1)
+    pairs = joined(stack(xs[::2]), stack(xs[1::2]), axis=-1)
     return pairs.reshape(*pairs.shape[:-2], len(xs))

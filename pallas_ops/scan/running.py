@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_ops.core.tiles import flipped
 from pallas_ops.core.triton_ext import Combine, Tiles, scan
 from pallas_ops.scan.tile import per_range
 
@@ -60,7 +61,11 @@ def _sums_before(x: jax.Array, axis: int, reverse: bool) -> jax.Array:
 
 
 def _inclusive(x: jax.Array, axis: int, reverse: bool) -> jax.Array:
-    return scan(_add, (x,), axis=axis, reverse=True)[0] if reverse else jnp.cumsum(x, axis=axis)
+    if not reverse:
+        return jnp.cumsum(x, axis=axis)
+    if axis == STEPS:  # Triton reverses a scan by two shuffles a number, even within a lane
+        return flipped(jnp.cumsum(flipped(x), axis=axis))
+    return scan(_add, (x,), axis=axis, reverse=True)[0]
 
 
 def _add(before: Any, after: Any) -> Any:

@@ -23,7 +23,7 @@ from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import HUGE, Ref, and_masks, power_of_two, span
 from pallas_ops.core.triton_ext import scan
-from pallas_ops.scan.tile import Ranges, exchanged
+from pallas_ops.scan.tile import Ranges
 from pallas_ops.scan.view import Sizes
 
 Pair = tuple[jax.Array, jax.Array]
@@ -59,9 +59,7 @@ def _added_up(ranges: Ranges, p_ref: Ref, w_ref: Ref, *, reverse: bool) -> Pair:
         for ref, other in ((p_ref, -HUGE), (w_ref, 0.0))
     )
     top = p.max(axis=-1)
-    total = (w * fastmath.exp2((p - top[..., None]) * LOG2E)).sum(axis=-1)
-    # Otherwise Triton would give the layout of these loads to the program's tiles too.
-    return exchanged(top), exchanged(total)
+    return top, (w * fastmath.exp2((p - top[..., None]) * LOG2E)).sum(axis=-1)
 
 
 def store(ranges: Ranges, p_ref: Ref, w_ref: Ref, total: Pair) -> None:

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core import launch
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, and_masks, span
-from pallas_ops.core.triton_ext import gather, pipelined
+from pallas_ops.core.tiles import Ref, and_masks, halves, joined, span
+from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.scan.view import View
 
 T = TypeVar("T")
@@ -53,18 +53,12 @@ class Ranges:
         return self.view.num_ranges, self.view.block_c
 
     def load(
-        self,
-        ref: Ref,
-        position: jax.Array | int,
-        mask: jax.Array | None = None,
-        other: float = 0.0,
-        *,
-        exchange: bool = False,
+        self, ref: Ref, position: jax.Array | int, mask: jax.Array | None = None, other: float = 0.0
     ) -> jax.Array:
         """Loads from an array [b, positions, c], in float32; `other` where the mask is false."""
         at, mask = self.index(position, mask)
         x = plgpu.load(ref.at[at], mask=mask, other=None if mask is None else other)
-        return (exchanged(x) if exchange else x).astype(jnp.float32)
+        return x.astype(jnp.float32)
 
     def store(
         self, ref: Ref, position: jax.Array | int, y: jax.Array, mask: jax.Array | None = None
@@ -128,18 +122,21 @@ class Tile:
 
     def load(self, ref: Ref, other: float = 0.0) -> jax.Array:
         """The tile in float32; `other` beyond the range."""
-        exchange = self.exchange and self.ranges.view.s.c > 1
-        return self.ranges.load(ref, self.position, self.mask, other, exchange=exchange)
+        x = self.ranges.load(ref, self.position, self.mask, other)
+        return _exchanged(x) if self.exchange and self.ranges.view.s.c > 1 else x
 
     def store(self, ref: Ref, y: jax.Array) -> None:
         self.ranges.store(ref, self.position, y, self.mask)
 
 
-def exchanged(x: jax.Array) -> jax.Array:
+def _exchanged(x: jax.Array) -> jax.Array:
     """The same tile, in a layout where each lane has all steps of one column (CUB: BlockExchange).
 
-    A lane loads 16 bytes of neighbouring columns, and Triton would keep that layout. A gather gives
-    its result the layout of the index. This index is not loaded, so it has Triton's default layout:
-    neighbouring elements in neighbouring lanes, then warps. Those are columns, then groups.
+    A lane loads 16 bytes of neighbouring columns, and Triton would keep that layout. But it splits
+    a tile only where a lane has both halves. The even and the odd steps are in different lanes, so
+    it exchanges the tile for its default layout: neighbouring columns in neighbouring lanes.
     """
-    return x if launch.is_interpreted() else gather(x.reshape(-1), span(x.size)).reshape(x.shape)
+    n, *rest = x.shape
+    if launch.is_interpreted() or n == 1 or n == x.size:  # a lane has all; Triton would crash
+        return x
+    return joined(*halves(x.reshape(n // 2, 2, *rest), 1), axis=1).reshape(x.shape)

@@ -23,8 +23,8 @@ def load(m: Machine, i: Instruction) -> None:
         values = m.shared.load(*m.here, *where, *what)
     else:
         values = m.memory.load(*where, *what)
-    if values.itemsize == 1:  # no register is as small
-        bits = 16 if names[0].startswith("%rs") else 32
+    bits = 16 if names[0].startswith("%rs") else 32
+    if 8 * values.itemsize < bits:  # the register is wider
         values = values.astype(TYPES[f"{'s' if i.type == 's8' else 'u'}{bits}"])
     for k, name in enumerate(names):
         m.write(name, values[..., k])

@@ -15,7 +15,7 @@ from pallas_ops.scan.view import MAX_VECTOR, Sizes, View
 
 ROW_ELEMENTS = 1024  # of a tile along a last axis
 TILE_BYTES = 8192  # of a tile with columns
-WARP_BYTES = 4096  # of a warp's tile along a last axis; with columns a half, if few a quarter
+WARP_BYTES = 4096  # of a warp's tile, where columns are whole; else a half, if few a quarter
 WIDEST, NARROWER = 64, 32  # columns of a tile: in 16 bits 128 or 64 bytes of memory
 MOST_ROWS = 8  # of a program along a last axis
 USUAL_SMS = 132  # multiprocessors assumed where saved states must not depend on the card
@@ -32,9 +32,9 @@ class LogcumsumexpConfig:
     The variant `parallel` (xopes' ptr) has one pivot for a tile; where a tile's range is too large
     for that, it scans states instead, `block_exact` positions at a time. The variant `recurrence`
     (rtr) does so everywhere, with every column in a lane of its own. A lane adds up its positions
-    of a tile one by one, with a rounding error of at most 2**-24 of the sum each: more than 32 of
-    them are less exact than the default. For the backward pass the forward pass saves a pair of
-    float32 for every `block_n` positions.
+    of a tile one by one, with a rounding error of at most 2**-24 of the sum each; the default has at
+    most 32 of them in a lane, in gradients of 16-bit inputs 64. For gradients a pair of float32 is
+    saved for every `block_n` positions.
     """
 
     variant: Literal["parallel", "recurrence"] = "parallel"
@@ -128,10 +128,13 @@ def choose(s: Sizes, block_n: int, card: Card, *, backward: bool = False) -> Log
     is_short = s.c > 1 and _programs(s, block_c) * tiles <= card.num_sms
     if is_short:  # then more programs, of as many warps
         block_c = min(block_c, NARROWER)
-    num_segments = _num_segments(s, tiles, block_c, card, backward=backward)
-    warp_bytes = WARP_BYTES if s.c == 1 else WARP_BYTES // (4 if is_short else 2)
+    num_segments = _num_segments(s, tiles, block_c, card)
+    in_segments = 1 < num_segments < tiles
+    # Backward, two warps that have whole columns are faster than four that exchange sums.
+    whole = s.c == 1 or (backward and in_segments)
+    warp_bytes = WARP_BYTES // (1 if whole else 4 if is_short else 2)
     exact = 2048 if s.c > 1 else 256 if backward else 512  # elements
-    num_stages = 2 if backward == (num_segments == 1) else 3
+    num_stages = 2 if backward or in_segments else 3
     return LogcumsumexpConfig(
         block_n=block_n,
         block_c=block_c,
@@ -146,12 +149,12 @@ def _programs(s: Sizes, block_c: int) -> int:
     return s.b * pl.cdiv(s.c, block_c)
 
 
-def _num_segments(s: Sizes, tiles: int, block_c: int, card: Card, *, backward: bool) -> int:
+def _num_segments(s: Sizes, tiles: int, block_c: int, card: Card) -> int:
     """1 where columns fill the GPU; else one a tile, or up to `each` programs a multiprocessor."""
     programs = _programs(s, block_c)
     if programs >= card.num_sms - SPARE_SMS:
         return 1
     if s.c > 1 and programs * tiles <= 4 * card.num_sms:
         return tiles
-    each = 16 if s.c == 1 else 2 if backward else 4  # programs of a multiprocessor
+    each = 16 if s.c == 1 else 4  # programs of a multiprocessor
     return max(1, min(each * card.num_sms // programs, 4 * card.num_sms, tiles // 2))
