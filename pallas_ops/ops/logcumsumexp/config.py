@@ -15,7 +15,7 @@ from pallas_ops.scan.view import MAX_VECTOR, Sizes, View
 
 ROW_ELEMENTS = 1024  # of a tile along a last axis
 TILE_BYTES = 8192  # of a tile with columns
-WARP_BYTES = 4096  # of a warp's tile, where columns are whole; else a half, if few a quarter
+WARP_BYTES = 4096  # of a warp's tile where lanes have whole columns; else a half or a quarter
 WIDEST, NARROWER = 64, 32  # columns of a tile: in 16 bits 128 or 64 bytes of memory
 MOST_ROWS = 8  # of a program along a last axis
 USUAL_SMS = 132  # multiprocessors assumed where saved states must not depend on the card
@@ -32,9 +32,9 @@ class LogcumsumexpConfig:
     The variant `parallel` (xopes' ptr) has one pivot for a tile; where a tile's range is too large
     for that, it scans states instead, `block_exact` positions at a time. The variant `recurrence`
     (rtr) does so everywhere, with every column in a lane of its own. A lane adds up its positions
-    of a tile one by one, with a rounding error of at most 2**-24 of the sum each; the default has at
-    most 32 of them in a lane, in gradients of 16-bit inputs 64. For gradients a pair of float32 is
-    saved for every `block_n` positions.
+    of a tile one by one, with a rounding error of at most 2**-24 of the sum each. By default these
+    are 32 at most, and 64 in gradients of 16-bit inputs. For gradients a pair of float32 is saved
+    for every `block_n` positions.
     """
 
     variant: Literal["parallel", "recurrence"] = "parallel"
@@ -130,7 +130,7 @@ def choose(s: Sizes, block_n: int, card: Card, *, backward: bool = False) -> Log
         block_c = min(block_c, NARROWER)
     num_segments = _num_segments(s, tiles, block_c, card)
     in_segments = 1 < num_segments < tiles
-    # Backward, two warps that have whole columns are faster than four that exchange sums.
+    # Backward, two warps with whole columns are faster than four that exchange sums of groups.
     whole = s.c == 1 or (backward and in_segments)
     warp_bytes = WARP_BYTES // (1 if whole else 4 if is_short else 2)
     exact = 2048 if s.c > 1 else 256 if backward else 512  # elements
