@@ -1,8 +1,9 @@
 """Tiles whose range is too large for one pivot: a state (pivot, total) at every position.
 
-Each lane scans its own steps as states, and an exclusive scan across lanes joins the groups. The
-backward pass scans gradients likewise, each relative to its position's pivot: on its way to an
-earlier, smaller pivot a gradient is multiplied by a factor of at most 1.
+Each lane scans its own steps, and an exclusive scan across lanes joins the groups. The pivots are a
+running maximum, and totals a linear recurrence: all exponentials are taken before it. The backward
+pass scans gradients likewise, each relative to its position's pivot: on its way to an earlier,
+smaller pivot a gradient is multiplied by a factor of at most 1.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.fastmath import LOG2E, exp2
-from pallas_ops.core.tiles import HUGE, Ref
+from pallas_ops.core.tiles import HUGE, Ref, flipped
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp.reference import State
 from pallas_ops.ops.logcumsumexp.tiles import (
@@ -29,7 +30,7 @@ from pallas_ops.ops.logcumsumexp.tiles import (
     share,
     sum_of,
 )
-from pallas_ops.scan.running import GROUPS, STEPS, edge, exclusive_scan
+from pallas_ops.scan.running import COLUMNS, GROUPS, STEPS, edge, exclusive_scan
 from pallas_ops.scan.segments import Pair, join, join_in_scan
 from pallas_ops.scan.tile import Tile, loop, per_range
 
@@ -68,7 +69,8 @@ def forward(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref
     def step(k: Any, state: State) -> State:
         tile = ranges.exact_tile(first + k * size)
         x = ranges.load_x(tile, x_ref)
-        tile.store(out_ref, log_of(*_states(x, state, ranges.view.mirrored)))
+        p, s, _ = _states(x, state, ranges.view.mirrored)
+        tile.store(out_ref, log_of(p, s))
         return _after(state, x)
 
     return loop(ranges.c.block_n // size, step, state)
@@ -91,11 +93,11 @@ def backward(
         before = _state_at(states, k)
         tile = ranges.exact_tile(first + k * size)
         x, do = ranges.load_x(tile, x_ref), tile.load(do_ref)
-        p, s = _states(x, before, mirrored)
+        p, s, e = _states(x, before, mirrored)
         shares = share(do, s)
         if dx_ref is not None:
             total = _gradients(p, shares, (grad.pivot, grad.total), reverse=not mirrored)
-            ranges.store_dx(tile, dx_ref, x_ref, exp2((x - p) * LOG2E) * total)
+            ranges.store_dx(tile, dx_ref, x_ref, e * total)
         factor = exp2((before.pivot - grad.pivot) * LOG2E)
         whole = sum_of(rebase(shares, per_range(before.pivot), p))
         return State(before.pivot, *compensated(grad.total * factor, grad.error * factor, whole))
@@ -120,13 +122,13 @@ def _state_at(states: list[State], k: Any) -> State:
     return found
 
 
-def _states(x: jax.Array, before: State, mirrored: bool) -> Pair:
-    """The pivot and total at each position."""
-    p = finite(x)
+def _states(x: jax.Array, before: State, mirrored: bool) -> tuple[jax.Array, ...]:
+    """The pivot p_i and total s_i at each position, and exp(x_i - p_i).
+
+    A pivot is the largest number so far, so s_i = exp(p_(i-1) - p_i) s_(i-1) + exp(x_i - p_i).
+    """
     start = before.pivot[:, None], before.total[:, None]  # beside [ranges, groups, columns]
-    axis = GROUPS if x.shape[STEPS] == 1 else STEPS
-    own: Any = scan(join_in_scan, (p, exp2((x - p) * LOG2E)), axis=axis, reverse=mirrored)
-    if axis == STEPS and x.shape[GROUPS] > 1:
+    if x.shape[GROUPS] > 1:
         top = finite(largest_in_lane(x))
         total = exp2((x - top[None]) * LOG2E).sum(axis=STEPS)
         nothing = jnp.full_like(top, -HUGE), jnp.zeros_like(total)
@@ -135,7 +137,13 @@ def _states(x: jax.Array, before: State, mirrored: bool) -> Pair:
             join_in_scan, nothing, groups, axis=GROUPS - 1, reverse=mirrored
         )
         start = join(start, earlier)
-    return join((start[0][None], start[1][None]), own)
+    own = finite(x)
+    peaks = scan(_largest, (jnp.full_like(own, -HUGE), own), axis=STEPS, reverse=mirrored)
+    previous, p = (jnp.maximum(y, start[0][None]) for y in peaks)
+    e = exp2((x - p) * LOG2E)
+    factor = exp2((previous - p) * LOG2E)
+    factors, sums = scan(_recurrence, (factor, e), axis=STEPS, reverse=mirrored)
+    return p, sums + factors * start[1][None], e
 
 
 def _after(state: State, x: jax.Array) -> State:
@@ -148,26 +156,46 @@ def _after(state: State, x: jax.Array) -> State:
 
 
 def _gradients(p: jax.Array, shares: jax.Array, grad: Pair, *, reverse: bool) -> jax.Array:
-    """The gradient of the total at each position, relative to its pivot p.
+    """The gradient u_i of the total at each position, relative to its pivot p_i.
 
-    It is the sum of the shares from that position on, and of `grad`.
+    It is the sum of the shares from that position on, and of `grad`. Pivots only rise, so
+    u_i = exp(p_i - p_(i+1)) u_(i+1) + share_i.
     """
     pivot, total = (y[:, None] for y in grad)
-    axis = GROUPS if p.shape[STEPS] == 1 else STEPS
-    _, own = scan(_add_share, (p, shares), axis=axis, reverse=reverse)
-    if axis == GROUPS:
-        return own + rebase(total[None], p, pivot[None])
     top = p.max(axis=STEPS)  # each group's last and largest pivot
+    flip = reverse and p.shape[COLUMNS] > 1  # `running` says why
+    if flip:
+        p, shares = flipped(p), flipped(shares)
+    backward = reverse and not flip
+    last = (jnp.full_like(p, HUGE),)
+    (following,) = exclusive_scan(_smaller, last, (p,), axis=STEPS, reverse=backward)
+    factor = exp2((p - jnp.minimum(following, top[None])) * LOG2E)
+    factors, own = scan(_recurrence, (factor, shares), axis=STEPS, reverse=backward)
     after = rebase(total, top, pivot)
     if p.shape[GROUPS] > 1:
-        first = tuple(edge(y, STEPS, last=not reverse) for y in (p, own))
+        first = tuple(edge(y, STEPS, last=not backward) for y in (p, own))
         nothing = jnp.full_like(top, jnp.inf), jnp.zeros_like(top)
         later = exclusive_scan(_add_share, nothing, first, axis=GROUPS - 1, reverse=reverse)
         after = after + rebase(later[1], top, later[0])
-    return own + rebase(after[None], p, top[None])
+    u = own + factors * after[None]
+    return flipped(u) if flip else u
 
 
 def _add_share(later: Any, earlier: Any) -> Any:
     """The sum relative to the earlier (lower) pivot; the pivot of nothing is infinity."""
     p = jnp.minimum(earlier[0], later[0])
     return p, earlier[1] + later[1] * jnp.exp2((p - later[0]) * LOG2E)
+
+
+def _recurrence(before: Any, after: Any) -> Any:
+    """y -> factor y + x, one such map after another."""
+    return before[0] * after[0], before[1] * after[0] + after[1]
+
+
+def _largest(before: Any, after: Any) -> Any:
+    """The largest of all but the last, and of all."""
+    return jnp.maximum(before[1], after[0]), jnp.maximum(before[1], after[1])
+
+
+def _smaller(before: Any, after: Any) -> Any:
+    return (jnp.minimum(before[0], after[0]),)
