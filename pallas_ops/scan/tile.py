@@ -137,6 +137,6 @@ def _exchanged(x: jax.Array) -> jax.Array:
     it exchanges the tile for its default layout: neighbouring columns in neighbouring lanes.
     """
     n, *rest = x.shape
-    if launch.is_interpreted() or n == 1 or n == x.size:  # a lane has all; Triton would crash
+    if launch.is_interpreted() or n in (1, x.size):  # Triton crashes on the tile of a single lane
         return x
     return joined(*halves(x.reshape(n // 2, 2, *rest), 1), axis=1).reshape(x.shape)

@@ -30,7 +30,7 @@ from pallas_ops.ops.logcumsumexp.tiles import (
     share,
     sum_of,
 )
-from pallas_ops.scan.running import COLUMNS, GROUPS, STEPS, edge, exclusive_scan
+from pallas_ops.scan.running import GROUPS, STEPS, edge, exclusive_scan, flips
 from pallas_ops.scan.segments import Pair, join, join_in_scan
 from pallas_ops.scan.tile import Tile, loop, per_range
 
@@ -163,13 +163,13 @@ def _gradients(p: jax.Array, shares: jax.Array, grad: Pair, *, reverse: bool) ->
     """
     pivot, total = (y[:, None] for y in grad)
     top = p.max(axis=STEPS)  # each group's last and largest pivot
-    flip = reverse and p.shape[COLUMNS] > 1  # `running` says why
+    flip = reverse and flips(p)
     if flip:
         p, shares = flipped(p), flipped(shares)
     backward = reverse and not flip
-    last = (jnp.full_like(p, HUGE),)
-    (following,) = exclusive_scan(_smaller, last, (p,), axis=STEPS, reverse=backward)
-    factor = exp2((p - jnp.minimum(following, top[None])) * LOG2E)
+    # The largest -p_j of all later positions is that of the next one.
+    following, _ = scan(_largest, (jnp.full_like(p, -HUGE), -p), axis=STEPS, reverse=backward)
+    factor = exp2((p + jnp.maximum(following, -top[None])) * LOG2E)
     factors, own = scan(_recurrence, (factor, shares), axis=STEPS, reverse=backward)
     after = rebase(total, top, pivot)
     if p.shape[GROUPS] > 1:
@@ -195,7 +195,3 @@ def _recurrence(before: Any, after: Any) -> Any:
 def _largest(before: Any, after: Any) -> Any:
     """The largest of all but the last, and of all."""
     return jnp.maximum(before[1], after[0]), jnp.maximum(before[1], after[1])
-
-
-def _smaller(before: Any, after: Any) -> Any:
-    return (jnp.minimum(before[0], after[0]),)
