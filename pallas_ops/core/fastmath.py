@@ -25,7 +25,7 @@ def pinned(x: jax.Array) -> jax.Array:
     return x if launch.is_interpreted() else ptx("mov.b32", x)
 
 
-def fmax(x: jax.Array, y: float) -> jax.Array:
+def fmax(x: jax.Array, y: Operand) -> jax.Array:
     """The maximum; of NaN and a number, the number. (In a kernel `jnp.maximum` drops NaN too.)"""
     return jnp.fmax(x, y) if launch.is_interpreted() else jnp.maximum(x, y)
 

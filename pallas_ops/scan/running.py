@@ -25,14 +25,16 @@ def running_sums(
     `start` and the total are [ranges, columns]. `exclusive` sums leave out their own position, and
     need tiles of one step a group.
     """
-    totals = x.sum(axis=STEPS)
     before = None if start is None else per_range(start)
+    totals = x.sum(axis=STEPS)
     if exclusive:
         sums = _sums_before(x, GROUPS, reverse)
     elif x.shape[STEPS] == 1:
         sums = _inclusive(x, GROUPS, reverse)
     else:
         sums = _inclusive(x, STEPS, reverse)
+        if x.shape[COLUMNS] > 1:
+            totals = edge(sums, STEPS, last=not reverse)
         if x.shape[GROUPS] > 1:
             before = plus(before, _sums_before(totals, GROUPS - 1, reverse)[None])
     return plus(before, sums), totals.sum(axis=GROUPS - 1)
@@ -84,4 +86,4 @@ def _add(before: Any, after: Any) -> Any:
 def edge(x: jax.Array, axis: int, *, last: bool) -> jax.Array:
     """x[0] or x[-1] along an axis, as a masked sum: kernels cannot index arrays."""
     there = lax.broadcasted_iota(jnp.int32, x.shape, axis) == (x.shape[axis] - 1 if last else 0)
-    return jnp.where(there, x, 0.0).sum(axis=axis)
+    return jnp.where(there, x, -0.0).sum(axis=axis)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core.fastmath import LOG2E, exp2
+from pallas_ops.core import triton_ext
+from pallas_ops.core.fastmath import LOG2E, exp2, fmax, multiply_add
 from pallas_ops.core.tiles import HUGE, Ref, flipped
 from pallas_ops.core.triton_ext import scan
 from pallas_ops.ops.logcumsumexp.reference import State
@@ -69,7 +70,7 @@ def forward(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref
     def step(k: Any, state: State) -> State:
         tile = ranges.exact_tile(first + k * size)
         x = ranges.load_x(tile, x_ref)
-        p, s, _ = _states(x, state, ranges.view.mirrored)
+        p, s, *_ = _states(x, state, ranges.view.mirrored)
         tile.store(out_ref, log_of(p, s))
         return _after(state, x)
 
@@ -93,13 +94,15 @@ def backward(
         before = _state_at(states, k)
         tile = ranges.exact_tile(first + k * size)
         x, do = ranges.load_x(tile, x_ref), tile.load(do_ref)
-        p, s, e = _states(x, before, mirrored)
+        p, s, e, factor, since = _states(x, before, mirrored)
         shares = share(do, s)
-        if dx_ref is not None:
-            total = _gradients(p, shares, (grad.pivot, grad.total), reverse=not mirrored)
-            ranges.store_dx(tile, dx_ref, x_ref, e * total)
+        if dx_ref is None:
+            whole = sum_of(shares * since)
+        else:
+            grads, (p, own) = _gradients(p, factor, shares, (grad.pivot, grad.total), reverse=not mirrored)
+            ranges.store_dx(tile, dx_ref, x_ref, e * grads)
+            whole = rebase(own, before.pivot[:, None], p).sum(axis=GROUPS - 1)
         factor = exp2((before.pivot - grad.pivot) * LOG2E)
-        whole = sum_of(rebase(shares, per_range(before.pivot), p))
         return State(before.pivot, *compensated(grad.total * factor, grad.error * factor, whole))
 
     return loop(count, step, grad)
@@ -123,9 +126,10 @@ def _state_at(states: list[State], k: Any) -> State:
 
 
 def _states(x: jax.Array, before: State, mirrored: bool) -> tuple[jax.Array, ...]:
-    """The pivot p_i and total s_i at each position, and exp(x_i - p_i).
+    """At each position i: the pivot p_i and total s_i, exp(x_i - p_i), and two factors of totals.
 
-    A pivot is the largest number so far, so s_i = exp(p_(i-1) - p_i) s_(i-1) + exp(x_i - p_i).
+    A pivot is the largest number so far, so s_i = f_i s_(i-1) + exp(x_i - p_i), with
+    f_i = exp(p_(i-1) - p_i). The other factor is exp(before.pivot - p_i).
     """
     start = before.pivot[:, None], before.total[:, None]  # beside [ranges, groups, columns]
     if x.shape[GROUPS] > 1:
@@ -137,13 +141,16 @@ def _states(x: jax.Array, before: State, mirrored: bool) -> tuple[jax.Array, ...
             join_in_scan, nothing, groups, axis=GROUPS - 1, reverse=mirrored
         )
         start = join(start, earlier)
-    own = finite(x)
-    peaks = scan(_largest, (jnp.full_like(own, -HUGE), own), axis=STEPS, reverse=mirrored)
-    previous, p = (jnp.maximum(y, start[0][None]) for y in peaks)
+    pivot, total = (jnp.broadcast_to(y[None], x.shape) for y in start)
+    peaks = pivot, jnp.minimum(fmax(x, pivot), HUGE)
+    previous, p = scan(_largest, peaks, axis=STEPS, reverse=mirrored)
     e = exp2((x - p) * LOG2E)
     factor = exp2((previous - p) * LOG2E)
     factors, sums = scan(_recurrence, (factor, e), axis=STEPS, reverse=mirrored)
-    return p, sums + factors * start[1][None], e
+    s = multiply_add(factors, total, sums)
+    if x.shape[GROUPS] > 1:
+        factors *= exp2((before.pivot[:, None] - start[0]) * LOG2E)[None]
+    return p, s, e, factor, factors
 
 
 def _after(state: State, x: jax.Array) -> State:
@@ -155,30 +162,33 @@ def _after(state: State, x: jax.Array) -> State:
     return State(pivot, *compensated(total, error, added))
 
 
-def _gradients(p: jax.Array, shares: jax.Array, grad: Pair, *, reverse: bool) -> jax.Array:
+def _gradients(
+    p: jax.Array, factor: jax.Array, shares: jax.Array, grad: Pair, *, reverse: bool
+) -> jax.Array:
     """The gradient u_i of the total at each position, relative to its pivot p_i.
 
-    It is the sum of the shares from that position on, and of `grad`. Pivots only rise, so
-    u_i = exp(p_i - p_(i+1)) u_(i+1) + share_i.
+    It is the sum of the shares from that position on, and of `grad`:
+    u_i = f_(i+1) u_(i+1) + share_i.
     """
     pivot, total = (y[:, None] for y in grad)
-    top = p.max(axis=STEPS)  # each group's last and largest pivot
     flip = reverse and flips(p)
     if flip:
-        p, shares = flipped(p), flipped(shares)
+        p, factor, shares = flipped(p), flipped(factor), flipped(shares)
     backward = reverse and not flip
-    # The largest -p_j of all later positions is that of the next one.
-    following, _ = scan(_largest, (jnp.full_like(p, -HUGE), -p), axis=STEPS, reverse=backward)
-    factor = exp2((p + jnp.maximum(following, -top[None])) * LOG2E)
-    factors, own = scan(_recurrence, (factor, shares), axis=STEPS, reverse=backward)
+    nothing = jnp.ones_like(p), jnp.full_like(p, -0.0)
+    # With v_i = f_i u_i: v_i = f_i v_(i+1) + f_i share_i.
+    maps = factor, factor * shares
+    factors, own = exclusive_scan(_recurrence, nothing, maps, axis=STEPS, reverse=backward)
+    own += shares
+    top = edge(p, STEPS, last=backward)  # each group's last and largest pivot
     after = rebase(total, top, pivot)
+    first = tuple(edge(y, STEPS, last=not backward) for y in (p, own))
     if p.shape[GROUPS] > 1:
-        first = tuple(edge(y, STEPS, last=not backward) for y in (p, own))
         nothing = jnp.full_like(top, jnp.inf), jnp.zeros_like(top)
         later = exclusive_scan(_add_share, nothing, first, axis=GROUPS - 1, reverse=reverse)
         after = after + rebase(later[1], top, later[0])
-    u = own + factors * after[None]
-    return flipped(u) if flip else u
+    u = multiply_add(factors, jnp.broadcast_to(after[None], p.shape), own)
+    return (flipped(u) if flip else u), first
 
 
 def _add_share(later: Any, earlier: Any) -> Any:
@@ -189,7 +199,7 @@ def _add_share(later: Any, earlier: Any) -> Any:
 
 def _recurrence(before: Any, after: Any) -> Any:
     """y -> factor y + x, one such map after another."""
-    return before[0] * after[0], before[1] * after[0] + after[1]
+    return before[0] * after[0], triton_ext.multiply_add(before[1], after[0], after[1])
 
 
 def _largest(before: Any, after: Any) -> Any:
