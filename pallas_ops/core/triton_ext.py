@@ -74,17 +74,6 @@ _scan_p = Primitive("pallas_ops_scan")
 _scan_p.multiple_results = True
 _scan_p.def_abstract_eval(lambda *xs, **_: [ShapedArray(x.shape, x.dtype) for x in xs])
 
-def multiply_add(x, y, z):
-    if launch.is_interpreted():
-        return x * y + z
-    return _fma_p.bind(x, y, z)
-
-_fma_p = Primitive("pallas_ops_fma")
-_fma_p.def_abstract_eval(lambda x, *_: ShapedArray(x.shape, x.dtype))
-def _lower_fma(ctx, *xs):
-    from jaxlib.mlir.dialects import math
-    return math.fma(*(lowering._ensure_ir_value(x, a) for x, a in zip(xs, ctx.avals_in)))
-
 _gather_p = Primitive("pallas_ops_gather")
 _gather_p.def_abstract_eval(lambda x, i: ShapedArray(i.shape, x.dtype))
 
@@ -127,5 +116,4 @@ def _lower_hint(ctx: Any, x: Any, *, num_stages: int) -> Any:
 if AVAILABLE:
     lowering.register_lowering(_scan_p)(_lower_scan)
     lowering.register_lowering(_gather_p)(_lower_gather)
-    lowering.register_lowering(_fma_p)(_lower_fma)
     lowering.register_lowering(_hint_p)(_lower_hint)

@@ -25,15 +25,15 @@ def running_sums(
     `start` and the total are [ranges, columns]. `exclusive` sums leave out their own position, and
     need tiles of one step a group.
     """
-    before = None if start is None else per_range(start)
     totals = x.sum(axis=STEPS)
+    before = None if start is None else per_range(start)
     if exclusive:
         sums = _sums_before(x, GROUPS, reverse)
     elif x.shape[STEPS] == 1:
         sums = _inclusive(x, GROUPS, reverse)
     else:
         sums = _inclusive(x, STEPS, reverse)
-        if x.shape[COLUMNS] > 1:
+        if x.shape[COLUMNS] > 1:  # along a last axis it takes up to 31 registers more
             totals = edge(sums, STEPS, last=not reverse)
         if x.shape[GROUPS] > 1:
             before = plus(before, _sums_before(totals, GROUPS - 1, reverse)[None])
@@ -84,6 +84,10 @@ def _add(before: Any, after: Any) -> Any:
 
 
 def edge(x: jax.Array, axis: int, *, last: bool) -> jax.Array:
-    """x[0] or x[-1] along an axis, as a masked sum: kernels cannot index arrays."""
+    """x[0] or x[-1] along an axis, as a masked sum: kernels cannot index arrays.
+
+    Where a lane has the whole axis this takes no instructions: a compiler leaves out the addition
+    of -0.0. (It keeps that of 0.0, which changes -0.0.)
+    """
     there = lax.broadcasted_iota(jnp.int32, x.shape, axis) == (x.shape[axis] - 1 if last else 0)
     return jnp.where(there, x, -0.0).sum(axis=axis)

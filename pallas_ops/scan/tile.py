@@ -102,7 +102,7 @@ class Tile:
     def __init__(
         self, ranges: Ranges, first: Any, block_n: int, num_steps: int, *, exchange: bool = True
     ) -> None:
-        self.ranges, self.exchange, view = ranges, exchange, ranges.view
+        self.ranges, self.first, self.exchange, view = ranges, first, exchange, ranges.view
         steps, groups = span(num_steps), span(block_n // num_steps)
         offset = groups[None, None, :, None] * num_steps + steps[:, None, None, None]
         self.order = block_n - 1 - offset if view.mirrored else offset  # of the scan

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core import triton_ext
 from pallas_ops.core.fastmath import LOG2E, exp2, fmax, multiply_add
 from pallas_ops.core.tiles import HUGE, Ref, flipped
 from pallas_ops.core.triton_ext import scan
@@ -33,7 +32,7 @@ from pallas_ops.ops.logcumsumexp.tiles import (
 )
 from pallas_ops.scan.running import GROUPS, STEPS, edge, exclusive_scan, flips
 from pallas_ops.scan.segments import Pair, join, join_in_scan
-from pallas_ops.scan.tile import Tile, loop, per_range
+from pallas_ops.scan.tile import Tile, loop
 
 FAINT_BITS = 16  # a prefix below 2**-16 of exp(pivot) loses digits in its logarithm
 SAFE = FAINT_BITS / LOG2E
@@ -63,44 +62,52 @@ def any_of(x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.where(x, 1, 0).max(), (32,)).max() > 0
 
 
-def forward(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref) -> State:
-    """Scans a tile and stores its output; returns the state after it."""
-    size = ranges.plan.block_exact
+def forward(
+    ranges: Segments, tile: Tile, x: jax.Array, state: State, refs: tuple[Ref, Ref]
+) -> State:
+    """Scans a tile x and stores its output; returns the state after it."""
+    (x_ref, out_ref), size = refs, ranges.plan.block_exact
+    count = ranges.c.block_n // size
 
     def step(k: Any, state: State) -> State:
-        tile = ranges.exact_tile(first + k * size)
-        x = ranges.load_x(tile, x_ref)
-        p, s, *_ = _states(x, state, ranges.view.mirrored)
-        tile.store(out_ref, log_of(p, s))
-        return _after(state, x)
+        part, y = tile, x
+        if count > 1:
+            part = ranges.tile(tile.first + k * size, size)
+            y = ranges.load_x(part, x_ref)
+        p, s, *_ = _states(y, state, ranges.view.mirrored)
+        part.store(out_ref, log_of(p, s))
+        return _after(state, y)
 
-    return loop(ranges.c.block_n // size, step, state)
+    return loop(count, step, state)
 
 
 def backward(
     ranges: Segments,
-    first: Any,
-    states: list[State],  # before each `block_exact` positions
+    tile: Tile,
+    xs: tuple[jax.Array, jax.Array],  # x and do
+    state: State,
     grad: State,
     refs: tuple[Ref, Ref, Ref | None],  # x, do, dx; nothing is stored without dx
 ) -> State:
     """dx of a tile; the gradient of the total before it, from that of the total after it."""
-    x_ref, do_ref, dx_ref = refs
-    size, mirrored = ranges.plan.block_exact, ranges.view.mirrored
-    count = ranges.c.block_n // size
+    (x_ref, do_ref, dx_ref), size = refs, ranges.plan.block_exact
+    count, mirrored = ranges.c.block_n // size, ranges.view.mirrored
+    states = _states_before(ranges, tile, xs[0], state)
 
     def step(k: Any, grad: State) -> State:
         k = count - 1 - k
         before = _state_at(states, k)
-        tile = ranges.exact_tile(first + k * size)
-        x, do = ranges.load_x(tile, x_ref), tile.load(do_ref)
+        part, (x, do) = tile, xs
+        if count > 1:
+            part = ranges.tile(tile.first + k * size, size)
+            x, do = ranges.load_x(part, x_ref), part.load(do_ref)
         p, s, e, factor, since = _states(x, before, mirrored)
         shares = share(do, s)
         if dx_ref is None:
             whole = sum_of(shares * since)
         else:
-            grads, (p, own) = _gradients(p, factor, shares, (grad.pivot, grad.total), reverse=not mirrored)
-            ranges.store_dx(tile, dx_ref, x_ref, e * grads)
+            grads, (p, own) = _gradients(p, factor, shares, grad[:2], reverse=not mirrored)
+            ranges.store_dx(part, dx_ref, x_ref, e * grads)
             whole = rebase(own, before.pivot[:, None], p).sum(axis=GROUPS - 1)
         factor = exp2((before.pivot - grad.pivot) * LOG2E)
         return State(before.pivot, *compensated(grad.total * factor, grad.error * factor, whole))
@@ -108,7 +115,7 @@ def backward(
     return loop(count, step, grad)
 
 
-def states_before(ranges: Segments, tile: Tile, x: jax.Array, state: State) -> list[State]:
+def _states_before(ranges: Segments, tile: Tile, x: jax.Array, state: State) -> list[State]:
     """The states before each `block_exact` positions of a tile."""
     states, size = [state], ranges.plan.block_exact
     for start in range(0, ranges.c.block_n - size, size):
@@ -164,11 +171,12 @@ def _after(state: State, x: jax.Array) -> State:
 
 def _gradients(
     p: jax.Array, factor: jax.Array, shares: jax.Array, grad: Pair, *, reverse: bool
-) -> jax.Array:
+) -> tuple[jax.Array, Pair]:
     """The gradient u_i of the total at each position, relative to its pivot p_i.
 
     It is the sum of the shares from that position on, and of `grad`:
-    u_i = f_(i+1) u_(i+1) + share_i.
+    u_i = f_(i+1) u_(i+1) + share_i. Also each group's first pivot, and the sum of the group's own
+    shares relative to it.
     """
     pivot, total = (y[:, None] for y in grad)
     flip = reverse and flips(p)
@@ -181,8 +189,8 @@ def _gradients(
     factors, own = exclusive_scan(_recurrence, nothing, maps, axis=STEPS, reverse=backward)
     own += shares
     top = edge(p, STEPS, last=backward)  # each group's last and largest pivot
+    first = edge(p, STEPS, last=not backward), edge(own, STEPS, last=not backward)
     after = rebase(total, top, pivot)
-    first = tuple(edge(y, STEPS, last=not backward) for y in (p, own))
     if p.shape[GROUPS] > 1:
         nothing = jnp.full_like(top, jnp.inf), jnp.zeros_like(top)
         later = exclusive_scan(_add_share, nothing, first, axis=GROUPS - 1, reverse=reverse)
@@ -199,7 +207,7 @@ def _add_share(later: Any, earlier: Any) -> Any:
 
 def _recurrence(before: Any, after: Any) -> Any:
     """y -> factor y + x, one such map after another."""
-    return before[0] * after[0], triton_ext.multiply_add(before[1], after[0], after[1])
+    return before[0] * after[0], before[1] * after[0] + after[1]
 
 
 def _largest(before: Any, after: Any) -> Any:

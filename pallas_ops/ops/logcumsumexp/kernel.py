@@ -148,10 +148,14 @@ def _forward_kernel(
 
 def _tile(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref) -> State:
     """Scans a tile and stores its output; returns the state after it."""
-    if ranges.c.variant == "recurrence":
-        return exact.forward(ranges, first, state, x_ref, out_ref)
     tile = ranges.tile(first)
     x = ranges.load_x(tile, x_ref)
+
+    def stepwise() -> State:
+        return exact.forward(ranges, tile, x, state, (x_ref, out_ref))
+
+    if ranges.c.variant == "recurrence":
+        return stepwise()
     pivot = raised(largest(x), state.pivot)
 
     def plain() -> State:
@@ -160,8 +164,4 @@ def _tile(ranges: Segments, first: Any, state: State, x_ref: Ref, out_ref: Ref) 
         tile.store(out_ref, log_of(per_range(pivot), sums))
         return State(pivot, *compensated(total, error, added))
 
-    return lax.cond(
-        exact.range_too_large(x, state, pivot),
-        lambda: exact.forward(ranges, first, state, x_ref, out_ref),
-        plain,
-    )
+    return lax.cond(exact.range_too_large(x, state, pivot), stepwise, plain)

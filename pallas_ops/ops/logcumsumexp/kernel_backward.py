@@ -143,11 +143,15 @@ def _tiles(ranges: Segments, grad: State, saved: Saved, refs: Refs) -> State:
 
 def _tile(ranges: Segments, first: Any, state: State, grad: State, refs: Refs) -> State:
     """dx of a tile; the gradient of the sum before it, from that of the sum after it."""
-    if ranges.c.variant == "recurrence":
-        return exact.backward(ranges, first, [state], grad, refs)
     x_ref, do_ref, dx_ref = refs
     tile, mirrored = ranges.tile(first), ranges.view.mirrored
     x, do = ranges.load_x(tile, x_ref), tile.load(do_ref)
+
+    def stepwise() -> State:
+        return exact.backward(ranges, tile, (x, do), state, grad, refs)
+
+    if ranges.c.variant == "recurrence":
+        return stepwise()
 
     def plain() -> State:
         e = exponentials(x, grad.pivot)
@@ -164,10 +168,6 @@ def _tile(ranges: Segments, first: Any, state: State, grad: State, refs: Refs) -
         after = compensated(grad.total, grad.error, whole)
         factor = exp2((state.pivot - grad.pivot) * LOG2E)
         return State(state.pivot, *(y * factor for y in after))
-
-    def stepwise() -> State:
-        states = exact.states_before(ranges, tile, x, state)
-        return exact.backward(ranges, first, states, grad, refs)
 
     too_large = exact.range_too_large(x, state, grad.pivot)
     return lax.cond(too_large, stepwise, plain)

@@ -106,15 +106,11 @@ class Segments(Ranges):
         self.plan, self.c = plan, plan.c
         super().__init__(plan.view)
 
-    def tile(self, first: Any) -> Tile:
-        return Tile(self, first, self.c.block_n, self.view.num_steps)
-
-    def exact_tile(self, first: Any) -> Tile:
-        """`block_exact` positions; the variant `recurrence` has all of a column's in one lane."""
-        size = self.plan.block_exact
-        if self.view.s.c > 1 and self.c.variant == "recurrence":
-            return Tile(self, first, size, size)
-        return Tile(self, first, size, num_steps(self.view.s, self.c, size))
+    def tile(self, first: Any, size: int | None = None) -> Tile:
+        """`size` positions; the variant `recurrence` has all of a column's in one lane."""
+        size = size or self.c.block_n
+        whole = self.view.s.c > 1 and self.c.variant == "recurrence"
+        return Tile(self, first, size, size if whole else num_steps(self.view.s, self.c, size))
 
     def load_x(self, tile: Tile, ref: Ref) -> jax.Array:
         """x in float32, clipped; -inf beyond the range."""
