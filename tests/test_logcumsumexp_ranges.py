@@ -31,9 +31,9 @@ KERNEL = kernel_implementation()
 Rng = np.random.Generator
 
 CONFIGS = [
-    case(axis=1, block_n=64, block_c=2, block_exact=16),
-    case(axis=1, reverse=True, block_n=32, block_c=4, block_exact=16),
     case(axis=1, block_n=64, block_c=8, block_exact=32, num_warps=2),
+    case(axis=1, reverse=True, block_n=32, block_c=4, block_exact=16),
+    case(axis=1, block_n=64, block_c=2, block_exact=16),
     case(axis=1, reverse=True, block_n=4, block_c=64, block_exact=2, num_segments=3),
     case(axis=1, block_n=16, block_exact=16, num_segments=3),
     case(axis=0, block_n=32, block_c=4, block_exact=8),
