@@ -6,7 +6,7 @@ pass scans gradients likewise, each relative to its position's pivot: on its way
 smaller pivot a gradient is multiplied by a factor of at most 1.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from pallas_ops.ops.logcumsumexp.reference import State
 from pallas_ops.ops.logcumsumexp.tiles import (
     Segments,
     compensated,
-    exponentials,
     finite,
     largest,
     largest_in_lane,
@@ -74,9 +73,9 @@ def forward(
         if count > 1:
             part = ranges.tile(tile.first + k * size, size)
             y = ranges.load_x(part, x_ref)
-        p, s, *_ = _states(y, state, ranges.view.mirrored)
-        part.store(out_ref, log_of(p, s))
-        return _after(state, y)
+        at = _states(y, state, ranges.view.mirrored)
+        part.store(out_ref, log_of(at.pivot, at.total))
+        return _after(state, y, at.groups)
 
     return loop(count, step, state)
 
@@ -101,13 +100,13 @@ def backward(
         if count > 1:
             part = ranges.tile(tile.first + k * size, size)
             x, do = ranges.load_x(part, x_ref), part.load(do_ref)
-        p, s, e, factor, since = _states(x, before, mirrored)
-        shares = share(do, s)
+        at = _states(x, before, mirrored)
+        shares = share(do, at.total)
         if dx_ref is None:
-            whole = sum_of(shares * since)
+            whole = sum_of(shares * at.since)
         else:
-            grads, (p, own) = _gradients(p, factor, shares, grad[:2], reverse=not mirrored)
-            ranges.store_dx(part, dx_ref, x_ref, e * grads)
+            grads, (p, own) = _gradients(at, shares, grad[:2], reverse=not mirrored)
+            ranges.store_dx(part, dx_ref, x_ref, at.e * grads)
             whole = rebase(own, before.pivot[:, None], p).sum(axis=GROUPS - 1)
         factor = exp2((before.pivot - grad.pivot) * LOG2E)
         return State(before.pivot, *compensated(grad.total * factor, grad.error * factor, whole))
@@ -120,7 +119,8 @@ def _states_before(ranges: Segments, tile: Tile, x: jax.Array, state: State) -> 
     states, size = [state], ranges.plan.block_exact
     for start in range(0, ranges.c.block_n - size, size):
         there = (tile.order >= start) & (tile.order < start + size)
-        states.append(_after(states[-1], jnp.where(there, x, -jnp.inf)))
+        y = jnp.where(there, x, -jnp.inf)
+        states.append(_after(states[-1], y, _totals(y)))
     return states
 
 
@@ -132,18 +132,26 @@ def _state_at(states: list[State], k: Any) -> State:
     return found
 
 
-def _states(x: jax.Array, before: State, mirrored: bool) -> tuple[jax.Array, ...]:
-    """At each position i: the pivot p_i and total s_i, exp(x_i - p_i), and two factors of totals.
+class _States(NamedTuple):
+    """At each position i: pivot p_i and total s_i, e = exp(x_i - p_i), and two factors of totals.
 
-    A pivot is the largest number so far, so s_i = f_i s_(i-1) + exp(x_i - p_i), with
-    f_i = exp(p_(i-1) - p_i). The other factor is exp(before.pivot - p_i).
+    A pivot is the largest number so far, so s_i = factor_i s_(i-1) + e_i, with
+    factor_i = exp(p_(i-1) - p_i). The other factor, `since`, is that since before the tile.
     """
+
+    pivot: jax.Array
+    total: jax.Array
+    e: jax.Array
+    factor: jax.Array
+    since: jax.Array
+    groups: Pair  # the total of each group's own numbers
+
+
+def _states(x: jax.Array, before: State, mirrored: bool) -> _States:
     start = before.pivot[:, None], before.total[:, None]  # beside [ranges, groups, columns]
     if x.shape[GROUPS] > 1:
-        top = finite(largest_in_lane(x))
-        total = exp2((x - top[None]) * LOG2E).sum(axis=STEPS)
-        nothing = jnp.full_like(top, -HUGE), jnp.zeros_like(total)
-        groups = top, total
+        groups = _totals(x)
+        nothing = jnp.full_like(groups[0], -HUGE), jnp.zeros_like(groups[1])
         earlier: Any = exclusive_scan(
             join_in_scan, nothing, groups, axis=GROUPS - 1, reverse=mirrored
         )
@@ -153,38 +161,45 @@ def _states(x: jax.Array, before: State, mirrored: bool) -> tuple[jax.Array, ...
     previous, p = scan(_largest, peaks, axis=STEPS, reverse=mirrored)
     e = exp2((x - p) * LOG2E)
     factor = exp2((previous - p) * LOG2E)
-    factors, sums = scan(_recurrence, (factor, e), axis=STEPS, reverse=mirrored)
-    s = multiply_add(factors, total, sums)
+    since, sums = scan(_recurrence, (factor, e), axis=STEPS, reverse=mirrored)
+    s = multiply_add(since, total, sums)
     if x.shape[GROUPS] > 1:
-        factors *= exp2((before.pivot[:, None] - start[0]) * LOG2E)[None]
-    return p, s, e, factor, factors
+        since *= exp2((before.pivot[:, None] - start[0]) * LOG2E)[None]
+    else:
+        groups = edge(p, STEPS, last=not mirrored), edge(sums, STEPS, last=not mirrored)
+    return _States(p, s, e, factor, since, groups)
 
 
-def _after(state: State, x: jax.Array) -> State:
-    """The state with all of x in it."""
-    top = finite(largest(x))
-    pivot = raised(top, state.pivot)
+def _totals(x: jax.Array) -> Pair:
+    """The total of each group, relative to its largest number."""
+    top = finite(largest_in_lane(x))
+    return top, exp2((x - top[None]) * LOG2E).sum(axis=STEPS)
+
+
+def _after(state: State, x: jax.Array, groups: Pair) -> State:
+    """The state with all of x in it, from the totals of its groups."""
+    pivot = raised(largest(x), state.pivot)
     total, error = rescaled(state, pivot)
-    added = rebase(sum_of(exponentials(x, top)), top, pivot)
+    added = rebase(groups[1], groups[0], pivot[:, None]).sum(axis=GROUPS - 1)
     return State(pivot, *compensated(total, error, added))
 
 
 def _gradients(
-    p: jax.Array, factor: jax.Array, shares: jax.Array, grad: Pair, *, reverse: bool
+    at: _States, shares: jax.Array, grad: Pair, *, reverse: bool
 ) -> tuple[jax.Array, Pair]:
     """The gradient u_i of the total at each position, relative to its pivot p_i.
 
     It is the sum of the shares from that position on, and of `grad`:
-    u_i = f_(i+1) u_(i+1) + share_i. Also each group's first pivot, and the sum of the group's own
-    shares relative to it.
+    u_i = factor_(i+1) u_(i+1) + share_i. Also each group's first pivot, and the sum of the group's
+    own shares relative to it.
     """
-    pivot, total = (y[:, None] for y in grad)
+    p, factor, (pivot, total) = at.pivot, at.factor, (y[:, None] for y in grad)
     flip = reverse and flips(p)
     if flip:
         p, factor, shares = flipped(p), flipped(factor), flipped(shares)
     backward = reverse and not flip
     nothing = jnp.ones_like(p), jnp.full_like(p, -0.0)
-    # With v_i = f_i u_i: v_i = f_i v_(i+1) + f_i share_i.
+    # With v_i = factor_i u_i: v_i = factor_i v_(i+1) + factor_i share_i.
     maps = factor, factor * shares
     factors, own = exclusive_scan(_recurrence, nothing, maps, axis=STEPS, reverse=backward)
     own += shares
