@@ -206,7 +206,7 @@ def test_reversal_is_flipping(rng: Rng) -> None:
     assert_close(got, jnp.flip(both(KERNEL)(jnp.flip(x, 1))[0], 1))
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 3)])
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 3), (0, 40), (2, 0, 40)])
 def test_an_axis_of_size_zero(shape: tuple[int, ...]) -> None:
     out, final = pallas_ops.logcumsumexp_with_state(jnp.zeros(shape), axis=-1)
     assert out.shape == shape

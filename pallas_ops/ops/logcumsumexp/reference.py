@@ -140,7 +140,7 @@ def _scan(
     last, emitted = lax.scan(_step(what), state, xs, reverse=reverse)
     if count > 1:
         last = jax.tree.map(lambda x: x[0 if reverse else -1], last)
-        emitted = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:n], emitted)
+        emitted = jax.tree.map(lambda x: lax.collapse(x.swapaxes(0, 1), 0, 2)[:n], emitted)
     return last, emitted
 
 
