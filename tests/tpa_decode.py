@@ -59,7 +59,7 @@ def _in_float64(xs: tuple[Any, ...]) -> list[Any]:
     """In float64, all with an axis of ranks."""
     arrays: list[Any] = [None if x is None else np.asarray(x, np.float64) for x in xs]
     for i in (1, 2, 4, 5):
-        arrays[i] = arrays[i].reshape(*arrays[i].shape[:2], -1, arrays[i].shape[-1])
+        arrays[i] = arrays[i][:, :, None] if arrays[i].ndim == 3 else arrays[i]
     return arrays
 
 

@@ -53,7 +53,7 @@ for _pattern, _fn in ELEMENTWISE.items():
     instruction(_pattern)(_elementwise(_fn))
 
 
-@instruction(r"neg\.bf16")
+@instruction(r"neg\.b?f16")
 def negate_half_width(m: Machine, i: Instruction) -> None:
     m.write(i.operands[0], m.read(i.operands[1], "u16") ^ np.uint16(0x8000))
 
@@ -67,7 +67,7 @@ PAIRS: dict[str, Callable[..., Any]] = {
 }
 
 
-@instruction(r"mul\.rn\.bf16|add\.rn\.f16")
+@instruction(r"(add|sub|mul)\.rn\.b?f16")
 def half_width(m: Machine, i: Instruction) -> None:
     dtype = TYPES[i.words[-1]]
     operands = (m.read(x, "u16").view(dtype).astype(np.float32) for x in i.operands[1:])
