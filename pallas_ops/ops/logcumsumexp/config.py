@@ -134,7 +134,7 @@ def choose(s: Sizes, block_n: int, card: Card, *, backward: bool = False) -> Log
     whole = s.c == 1 or (backward and in_segments)
     warp_bytes = WARP_BYTES // (1 if whole else 4 if is_short else 2)
     exact = most if s.c > 1 else 512  # elements
-    if backward and whole:  # then a lane has no registers for more
+    if backward and whole:  # larger blocks take too many registers
         exact = 2048 if s.c > 1 else 256
     num_stages = 2 if backward or in_segments else 3
     return LogcumsumexpConfig(

@@ -64,7 +64,7 @@ def any_of(x: jax.Array) -> jax.Array:
 def forward(
     ranges: Segments, tile: Tile, x: jax.Array, state: State, refs: tuple[Ref, Ref]
 ) -> State:
-    """Scans a tile x and stores its output; returns the state after it."""
+    """Scans a tile, whose numbers are x, and stores its output; returns the state after it."""
     (x_ref, out_ref), size = refs, ranges.plan.block_exact
     count = ranges.c.block_n // size
 
@@ -133,10 +133,11 @@ def _state_at(states: list[State], k: Any) -> State:
 
 
 class _States(NamedTuple):
-    """At each position i: pivot p_i and total s_i, e = exp(x_i - p_i), and two factors of totals.
+    """At each position i: pivot p_i and total s_i, e_i = exp(x_i - p_i), and two factors of totals.
 
     A pivot is the largest number so far, so s_i = factor_i s_(i-1) + e_i, with
-    factor_i = exp(p_(i-1) - p_i). The other factor, `since`, is that since before the tile.
+    factor_i = exp(p_(i-1) - p_i). `since` is the product of these factors from the first position
+    of the tile to i: exp(p - p_i), with the pivot p before the tile.
     """
 
     pivot: jax.Array
