@@ -65,18 +65,11 @@ def _sums_before(x: jax.Array, axis: int, reverse: bool) -> jax.Array:
 def _inclusive(x: jax.Array, axis: int, reverse: bool) -> jax.Array:
     if not reverse:
         return jnp.cumsum(x, axis=axis)
-    if axis == STEPS and flips(x):
+    if axis == STEPS and x.shape[COLUMNS] > 1:
+        # Triton reverses a scan by two shuffles a number, even where a lane has all of them. Along
+        # a last axis this gains little, and took 60 registers more where rows have an odd length.
         return flipped(jnp.cumsum(flipped(x), axis=axis))
     return scan(_add, (x,), axis=axis, reverse=True)[0]
-
-
-def flips(x: jax.Array) -> bool:
-    """Whether a tile is flipped for a reversed scan of its steps, and flipped back after it.
-
-    Triton reverses a scan by two shuffles a number, even where a lane has all of them. Along a last
-    axis flipped tiles gain little, and took 60 registers more where rows have an odd length.
-    """
-    return x.shape[COLUMNS] > 1
 
 
 def _add(before: Any, after: Any) -> Any:

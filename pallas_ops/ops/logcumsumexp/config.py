@@ -133,9 +133,7 @@ def choose(s: Sizes, block_n: int, card: Card, *, backward: bool = False) -> Log
     # Backward, two warps with whole columns are faster than four that exchange sums of groups.
     whole = s.c == 1 or (backward and in_segments)
     warp_bytes = WARP_BYTES // (1 if whole else 4 if is_short else 2)
-    exact = most if s.c > 1 else 512  # elements
-    if backward and whole:  # larger blocks take too many registers
-        exact = 2048 if s.c > 1 else 256
+    exact = most if s.c > 1 else 256 if backward else 512  # elements; more take too many registers
     num_stages = 2 if backward or in_segments else 3
     return LogcumsumexpConfig(
         block_n=block_n,

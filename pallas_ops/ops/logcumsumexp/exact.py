@@ -29,7 +29,7 @@ from pallas_ops.ops.logcumsumexp.tiles import (
     share,
     sum_of,
 )
-from pallas_ops.scan.running import GROUPS, STEPS, edge, exclusive_scan, flips
+from pallas_ops.scan.running import GROUPS, STEPS, edge, exclusive_scan
 from pallas_ops.scan.segments import Pair, join, join_in_scan
 from pallas_ops.scan.tile import Tile, loop
 
@@ -195,24 +195,22 @@ def _gradients(
     own shares relative to it.
     """
     p, factor, (pivot, total) = at.pivot, at.factor, (y[:, None] for y in grad)
-    flip = reverse and flips(p)
-    if flip:
+    if reverse:
         p, factor, shares = flipped(p), flipped(factor), flipped(shares)
-    backward = reverse and not flip
     nothing = jnp.ones_like(p), jnp.full_like(p, -0.0)
     # With v_i = factor_i u_i: v_i = factor_i v_(i+1) + factor_i share_i.
     maps = factor, factor * shares
-    factors, own = exclusive_scan(_recurrence, nothing, maps, axis=STEPS, reverse=backward)
+    factors, own = exclusive_scan(_recurrence, nothing, maps, axis=STEPS, reverse=False)
     own += shares
-    top = edge(p, STEPS, last=backward)  # each group's last and largest pivot
-    first = edge(p, STEPS, last=not backward), edge(own, STEPS, last=not backward)
+    top = edge(p, STEPS, last=False)  # each group's last and largest pivot
+    first = edge(p, STEPS, last=True), edge(own, STEPS, last=True)
     after = rebase(total, top, pivot)
     if p.shape[GROUPS] > 1:
         nothing = jnp.full_like(top, jnp.inf), jnp.zeros_like(top)
         later = exclusive_scan(_add_share, nothing, first, axis=GROUPS - 1, reverse=reverse)
         after = after + rebase(later[1], top, later[0])
     u = multiply_add(factors, jnp.broadcast_to(after[None], p.shape), own)
-    return (flipped(u) if flip else u), first
+    return (flipped(u) if reverse else u), first
 
 
 def _add_share(later: Any, earlier: Any) -> Any:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_ops.core.fastmath import LOG2E, exp2
+from pallas_ops.core.fastmath import LOG2E, exp2, pinned
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.logcumsumexp import exact
 from pallas_ops.ops.logcumsumexp.config import Params, Plan, plan_of
@@ -135,6 +135,8 @@ def _tiles(ranges: Segments, grad: State, saved: Saved, refs: Refs) -> State:
 
     def step(t: Any, grad: State) -> State:
         t = tiles - 1 - t
+        if ranges.view.s.c > 1:  # then exact tiles need all the registers there are
+            t = pinned(jnp.full((1, 1), t))
         before = state_of(saved.before(ranges.number * tiles + t))
         return _tile(ranges, t * ranges.c.block_n, before, grad, refs)
 
