@@ -32,12 +32,13 @@ def _attention(
     mask_type: Any,
     return_residual: bool,
 ) -> Any:
+    dtype = q.dtype
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     masks: Any = dict(is_causal=mask_type.value >= 2)
     masks["key_value_seq_lengths"] = sizes[1] if sizes else None
     attention: Any = jax.nn.dot_product_attention
     out, lse = attention(q, k, v, scale=scale, return_residual=return_residual, **masks)
-    return out, lse.swapaxes(1, 2)
+    return out.astype(dtype), lse.swapaxes(1, 2)  # as cuDNN rounds it
 
 
 def _gradients(*operands: jax.Array, scale: float, mask_type: Any, **_others: Any) -> Any:

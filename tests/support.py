@@ -75,12 +75,14 @@ def assert_as_good_as_reference(
     float64_truth: Any,
     *,
     factor: float = 2.0,
+    worst: float | None = None,
     floor: float = 4 * EPS32,
 ) -> None:
     """The error of `got` is at most `factor` times the reference's own, so no dtype needs a number.
 
     Each error is against the truth, both in the mean (||.|| / ||truth||) and at its worst
-    (max|.| / max|truth|). `floor`, some ulps of float32, is for references that are exact by luck.
+    (max|.| / max|truth|), there at most `worst` times. `floor`, some ulps of float32, is for
+    references that are exact by luck.
     It need not grow for 16-bit results: where the reference's rounding is smaller than the floor,
     the truth lies beside a representable number, to which `got` must round as well.
     """
@@ -96,12 +98,13 @@ def assert_as_good_as_reference(
         _assert_same_specials(f"reference {where}", reference, rounded)
         _assert_same_specials(where, got, rounded)
         truth = np.where(np.isfinite(rounded), truth, 0.0)
-        for name, norm in (("mean", _root_mean_square), ("largest", _largest)):
+        norms = ("mean", _root_mean_square, factor), ("largest", _largest, worst or factor)
+        for name, norm, times in norms:
             error, own = norm(_finite(got) - truth), norm(_finite(reference) - truth)
-            allowed = factor * own + floor * norm(truth)
+            allowed = times * own + floor * norm(truth)
             assert error <= allowed, (
                 f"{where}: {name} error {error:.3g} where the reference has {own:.3g} and"
-                f" {factor:g} times that, with the floor, is {allowed:.3g}"
+                f" {times:g} times that, with the floor, is {allowed:.3g}"
             )
 
     _for_each_leaf(check, got, same_dtype_reference, float64_truth)

@@ -121,7 +121,7 @@ def test_kernels_are_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], d
 GATHERED = [case(h=47, r=6, e=16, rk=2, rv=2), case(n=2, h=5, rk=2, rv=2, full=True)]
 
 
-@pytest.mark.parametrize("shape", [*GATHERED, case(h=38, rk=3, rv=1)])
+@pytest.mark.parametrize("shape", [*GATHERED, case(h=38, rk=3, rv=1), case(h=64, rk=3, rv=2)])
 def test_heads_that_are_gathered(rng: Rng, shape: dict[str, Any]) -> None:
     shape = dict(b=1, n=1, m=45) | shape
     test_kernels_are_as_good_as_the_reference(rng, shape, jnp.bfloat16)

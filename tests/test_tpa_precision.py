@@ -200,8 +200,10 @@ def test_gradients_of_many_queries(
     )
     ends = [shape["m"]] * shape["b"]
     wants = loop_gradients(xs, ends, (cotangent, np.zeros(cotangent.shape[:3])))
-    # Probabilities and the gradients of keys and values are rounded as well.
-    assert_as_good_as_reference(got, own, wants, factor=3)
+    # Probabilities and the gradients of keys and values are rounded as well. So are the outputs of
+    # both parts of the keys and of all: where one key has nearly all weight, the gradient of its
+    # score is a difference of nearly equal numbers, in one of which is all of that error.
+    assert_as_good_as_reference(got, own, wants, factor=3, worst=6)
 
 
 FEW = [

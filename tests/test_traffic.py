@@ -165,7 +165,7 @@ def test_pages_beyond_the_length_are_not_read(rng: np.random.Generator, size: in
     assert 384 <= of_keys <= 384 * 1.05
 
 
-@pytest.mark.parametrize(("h", "ranks"), [(34, 2), (47, 2), (48, 1), (78, 2)])
+@pytest.mark.parametrize(("h", "ranks"), [(34, 2), (47, 2), (48, 1), (64, 1), (64, 2), (78, 2)])
 def test_heads_come_from_many_banks_at_once(rng: np.random.Generator, h: int, ranks: int) -> None:
     """With the launch of 16 sequences of 16,384 tokens. As [entries, heads] it were 2.7 cycles."""
     axes: dict[str, Any] = dict(h=h, r=6, d=64, e=64, rk=ranks, rv=ranks)
@@ -174,13 +174,13 @@ def test_heads_come_from_many_banks_at_once(rng: np.random.Generator, h: int, ra
     xs = factors(rng, BF16, b=1, m=4 * config.block_m, **axes)
     decode = partial(pallas_ops.tpa_decode, implementation=KERNEL, config=config)
     with emulate.traffic() as counts:
-        if ranks == 1:
+        if h % 16 == 0:
             decode(*xs).block_until_ready()
         else:
             out, pull = jax.vjp(decode, *xs)
             jax.block_until_ready(pull(out))
     count = counts["pallas_ops_tpa_decode"]
     assert count["shared cycles"] < 1.2 * count["shared turns"]
-    if ranks > 1:
+    if h % 16 > 0:
         count = counts["pallas_ops_tpa_decode_backward"]
         assert count["shared cycles"] < 1.25 * count["shared turns"]

@@ -58,7 +58,10 @@ def _gather(block: jax.Array, rows: Rows, entry: jax.Array, column: jax.Array) -
     thread then reads from shared memory the elements that its layout has.
     """
     h = rows.plan.s.h
-    return triton_ext.gather(block, entry * h + jnp.minimum(rows.first_h + column, h - 1))
+    head = jnp.minimum(rows.first_h + column, h - 1)
+    if h == 64:  # rows are turned (`Keys.load_block`)
+        head = (head + 8 * entry) & (h - 1)
+    return triton_ext.gather(block, entry * h + head)
 
 
 def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:
