@@ -41,25 +41,20 @@ SHARED_MEMORY = {
 }
 # Capability and multiprocessors by a part of the name, for absent GPUs.
 KNOWN = {
-    "T4": (75, 40),
-    "A30": (80, 56),
-    **dict.fromkeys(("A100", "A800"), (80, 108)),
-    "A10": (86, 72),
-    **dict.fromkeys(("A40", "A6000"), (86, 84)),
-    "RTX 3090": (86, 82),
-    "L4": (89, 58),
-    **dict.fromkeys(("L40", "L40S"), (89, 142)),
-    "RTX 4090": (89, 128),
-    "H20": (90, 78),
-    **dict.fromkeys(("H100", "H200", "H800", "GH200"), (90, 132)),
-    **dict.fromkeys(("B200", "GB200"), (100, 148)),
-    **dict.fromkeys(("B300", "GB300"), (103, 148)),
-    "Thor": (110, 20),
-    "RTX 5090": (120, 170),
-    "RTX PRO 4500": (120, 82),
-    "RTX PRO 5000": (120, 110),
-    "RTX PRO 6000": (120, 188),
-    "GB10": (121, 48),
+    name: (capability, num_sms)
+    for capability, cards in {
+        75: {"T4": 40},
+        80: {"A30": 56, "A100": 108, "A800": 108},
+        86: {"A10": 72, "A40": 84, "A6000": 84, "RTX 3090": 82},
+        89: {"L4": 58, "L40": 142, "L40S": 142, "RTX 4090": 128},
+        90: {"H20": 78, "H100": 132, "H200": 132, "H800": 132, "GH200": 132},
+        100: {"B200": 148, "GB200": 148},
+        103: {"B300": 148, "GB300": 148},
+        110: {"Thor": 20},
+        120: {"RTX 5090": 170, "RTX PRO 4500": 82, "RTX PRO 5000": 110, "RTX PRO 6000": 188},
+        121: {"GB10": 48},
+    }.items()
+    for name, num_sms in cards.items()
 }
 H200 = Card("NVIDIA H200", 90, 132, SHARED_MEMORY[90])
 SMALLEST = Card("an unknown NVIDIA GPU", 80, 48, min(SHARED_MEMORY.values()))
@@ -164,14 +159,6 @@ def _known_name(kind: str) -> str | None:
     return next((name for name in names if re.search(rf"\b{name}\b", kind)), None)
 
 
-def _is_known(device: AbstractDevice) -> bool:
-    """Whether JAX knows the GPU by name. JAX 0.10.2 has no names, so the table answers."""
-    if not hasattr(plgpu, "get_gpu_info"):
-        return _known_name(device.device_kind) is not None
-    with lowered_for(device):
-        return _is_found()
-
-
 def _is_found() -> bool:
     """Whether JAX knows which GPU code is lowered for. JAX 0.10.2 does not ask."""
     try:
@@ -197,7 +184,9 @@ def target_gpu(kind: str) -> Iterator[None]:
     if not isinstance(kind, str):
         raise TypeError(f"{checks.shown('kind', kind)}; accepted: a str")
     device = _abstract(kind)
-    if not _is_known(device):
+    with lowered_for(device):  # JAX 0.10.2 has no names, so the table answers
+        is_known = _is_found() if hasattr(plgpu, "get_gpu_info") else _known_name(kind) is not None
+    if not is_known:
         raise ValueError(
             f"{checks.shown('kind', kind)}; accepted: a GPU that JAX {jax.__version__} knows by "
             "name, such as 'NVIDIA H100'"

@@ -37,23 +37,18 @@ def launch(
     out_shape: Sequence[jax.ShapeDtypeStruct],
     num_warps: int,
     num_stages: int = 1,
-    in_specs: Sequence[pl.BlockSpec | None] | None = None,
-    out_specs: Sequence[pl.BlockSpec] | None = None,
+    in_specs: Any = pl.no_block_spec,
+    out_specs: Any = pl.no_block_spec,
 ) -> list[jax.Array]:
     """Runs `kernel` over `grid`, where every program sees whole arrays, if no specs are given.
 
-    An absent operand's ref is None, and its spec is not used.
+    An absent operand's ref is None, and so is its spec.
 
     Raises:
       NoKernelError: where the grid has more programs than CUDA counts.
     """
     if (count := math.prod(grid)) >= 2**31:
         raise NoKernelError(f"{name} would be {count} programs, and CUDA counts 2**31 - 1")
-    specs: dict[str, Any] = {}
-    if in_specs is not None:
-        present = zip(operands, in_specs, strict=True)
-        specs["in_specs"] = [None if x is None else spec for x, spec in present]
-        specs["out_specs"] = out_specs
 
     def fresh(*refs: Any) -> None:
         kernel(*refs)
@@ -68,7 +63,8 @@ def launch(
             for x in out_shape
         ],
         grid=grid,
-        **specs,
+        in_specs=in_specs,
+        out_specs=out_specs,
         name=f"pallas_ops_{name}",
         interpret=is_interpreted(),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),

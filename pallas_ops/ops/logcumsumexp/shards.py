@@ -28,7 +28,7 @@ from pallas_ops.ops.logcumsumexp.reference import (
     pair_of,
     pair_of_nothing,
 )
-from pallas_ops.scan.segments import Pair, sum_pairs
+from pallas_ops.scan.segments import Pair, join_in_scan, sum_pairs
 
 
 class Shard:
@@ -64,7 +64,7 @@ class Shard:
             return out, _log(last), *saved[:2], *last
         out, _ = self.run("forward", x, *before)
         skipped = -(self.number * n) % block_n
-        before = _sum(before, self._first(x, skipped))
+        before = join_in_scan(before, self._first(x, skipped))
         rolled = jnp.roll(x, skipped if self.params.reverse else -skipped, axis)
         saved = self.run("saving", rolled, *before)[2:4]
         # How many tiles begin before each shard, and how many in it.
@@ -119,7 +119,7 @@ class Shard:
         `own` is the sum of the shard's own numbers.
         """
         start = pair_of_nothing(own[0]) if initial is None else pair_of(initial, total)
-        p, t = self._gathered(*_choose(self.number == 0, _sum(start, own), own))
+        p, t = self._gathered(*_choose(self.number == 0, join_in_scan(start, own), own))
         earlier = along(jnp.arange(self.count) < self.number, p)
         before = sum_pairs(_choose(earlier, (p, t), pair_of_nothing(p)), axis=0)
         return _choose(self.number == 0, start, before), sum_pairs((p, t), axis=0)
@@ -154,11 +154,6 @@ class Shard:
         every = shards.gather(jnp.stack(shards.unify(*xs)), self.axis_name)
         every = every[::-1] if self.params.reverse else every
         return [every[:, i] for i in range(len(xs))]
-
-
-def _sum(*pairs: Pair) -> Pair:
-    p, t = map(jnp.stack, zip(*pairs, strict=True))
-    return sum_pairs((p, t), axis=0)
 
 
 def _log(pair: Pair) -> jax.Array:

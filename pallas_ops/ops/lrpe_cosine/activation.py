@@ -4,8 +4,7 @@ Kernels apply them to a tile [tokens, features] in float32, with the approximati
 A softmax over the sequence reads values that all tokens share (`Softmax`).
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,15 +55,13 @@ def _pull_silu(x: jax.Array, da: jax.Array) -> jax.Array:
     return s * da * (1 + x * (1 - s))
 
 
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {
-        "none": Activation(lambda x: x, lambda x: x, lambda _, da: da),
-        "relu": Activation(
-            jax.nn.relu,
-            lambda x: jnp.where(x < 0, 0.0, x),  # keeps NaN
-            lambda x, da: jnp.where(x > 0, da, 0.0),
-        ),
-        "sigmoid": Activation(jax.nn.sigmoid, _sigmoid, _pull_sigmoid),
-        "silu": Activation(jax.nn.silu, lambda x: x * _sigmoid(x), _pull_silu),
-    }
-)
+ACTIVATIONS = {
+    "none": Activation(lambda x: x, lambda x: x, lambda _, da: da),
+    "relu": Activation(
+        jax.nn.relu,
+        lambda x: jnp.where(x < 0, 0.0, x),  # keeps NaN
+        lambda x, da: jnp.where(x > 0, da, 0.0),
+    ),
+    "sigmoid": Activation(jax.nn.sigmoid, _sigmoid, _pull_sigmoid),
+    "silu": Activation(jax.nn.silu, lambda x: x * _sigmoid(x), _pull_silu),
+}

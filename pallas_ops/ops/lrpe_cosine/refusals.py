@@ -110,7 +110,10 @@ def params(
     kind = _act(act, axis, len(x.shape), layout)
     if config is not None:
         _check_config(config, kind, d)
-    sizes = axes.sizes | {"E": theta.shape[1]}
+    sizes = axes.sizes | {"E": theta.shape[1], "N * H": n * axes.sizes.get("H", 1)}
+    chosen = implementations.kernel_or_reference(implementation, x.dtype, sizes)
+    if chosen != "xla" and kind == SOFTMAX_FEATURES and d > WIDEST:
+        chosen = implementations.reference_instead(chosen, f"a softmax over {d} features")
     batch_offset = offset is not None and offset.shape != (1,)
     batch_positions = positions is not None and len(positions.shape) > 1 + on_grid
     return Params(
@@ -122,20 +125,9 @@ def params(
         heads_first=layout == "BHND",
         per_batch=batch_offset or batch_positions,
         axis_name=axis_name,
-        implementation=_implementation(implementation, x.dtype, sizes, kind),
+        implementation=chosen,
         config=config,
     )
-
-
-def _implementation(
-    implementation: Implementation | None, dtype: Any, sizes: dict[str, int], act: str
-) -> Implementation | None:
-    """The reference where no kernel serves, else the implementation asked for."""
-    rows = {"N * H": sizes["N"] * sizes.get("H", 1)}
-    chosen = implementations.kernel_or_reference(implementation, dtype, sizes | rows)
-    if chosen != "xla" and act == SOFTMAX_FEATURES and sizes["D"] > WIDEST:
-        return implementations.reference_instead(chosen, f"a softmax over {sizes['D']} features")
-    return chosen
 
 
 def _check_positions(x: Struct, axes: checks.Axes, num_axes: int, *, on_grid: bool) -> int:

@@ -195,9 +195,8 @@ def evaluate(
     attention: Callable[[Params, Operands], Any] = vjp.attention,
 ) -> tuple[jax.Array, jax.Array]:
     """The output and the log-sum-exp."""
-    o = operands.with_cache(
-        lambda x: x[:, :, None] if x.ndim == 3 else x
-    )  # adds an axis of one rank
+    # Adds an axis of one rank.
+    o = operands.with_cache(lambda x: x[:, :, None] if x.ndim == 3 else x)
     dtype, (score_scale, value_scale) = operands.aq.dtype, scales
     full = jnp.dtype(wide(dtype))
     if score_scale is not None:

@@ -94,10 +94,8 @@ def _append(
     if is_explicit(old):  # every device then has all rows, and writes those of its own pages
         to = jax.typeof(old).sharding
         wanted = P(None, None), P(None, None), P(None, None, *to.spec[2:])
-        table, place, tokens = (
-            jax.sharding.reshard(x, NamedSharding(to.mesh, spec))
-            for x, spec in zip((table, place, tokens), wanted, strict=True)
-        )
+        where = tuple(NamedSharding(to.mesh, spec) for spec in wanted)
+        table, place, tokens = jax.sharding.reshard((table, place, tokens), where)
     page = jnp.take_along_axis(table, place // size, axis=1, mode="fill", fill_value=-1)
     page = jnp.where((page >= 0) & (page < old.shape[0]), page, old.shape[0])
     return old.at[page, place % size].set(tokens, mode="drop", unique_indices=True, out_sharding=to)
@@ -123,11 +121,9 @@ def _written(old: jax.Array, place: jax.Array, tokens: jax.Array) -> jax.Array:
         return write_rows(old, place, tokens)
 
     specs = sharding.spec, P(rows), P(rows, None, *others)
-    to = (NamedSharding(sharding.mesh, spec) for spec in specs)
-    operands = map(jax.sharding.reshard, (old, place, tokens), to)
-    return jax.shard_map(write_own, mesh=sharding.mesh, in_specs=specs, out_specs=specs[0])(
-        *operands
-    )
+    to = tuple(NamedSharding(sharding.mesh, spec) for spec in specs)
+    write = jax.shard_map(write_own, mesh=sharding.mesh, in_specs=specs, out_specs=specs[0])
+    return write(*jax.sharding.reshard((old, place, tokens), to))
 
 
 def quantize_tpa_factors(

@@ -71,12 +71,8 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
 
 def _check_features(s: Sizes) -> None:
     """Refuses an odd number of features of eight bits, and float8 on cards without it."""
-    is_float8 = s.quantised is not None and s.quantised.startswith("float8")
-    if (
-        s.d % s.features_per_word
-        or s.e % s.features_per_word
-        or (is_float8 and card.current().capability < 89)
-    ):
+    is_odd = s.d % s.features_per_word or s.e % s.features_per_word
+    if is_odd or (s.quantised == "float8_e4m3fn" and card.current().capability < 89):
         raise NoKernelError(
             f"tpa_decode has no kernel for {s.quantised} of D={s.d}, E={s.e} on {card.current()}: "
             "both must be even, and float8 needs sm_89"

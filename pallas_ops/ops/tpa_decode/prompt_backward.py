@@ -51,38 +51,22 @@ def with_even_sizes(
 def backward(
     q: jax.Array, scale: float, o: Operands, value_scale: float
 ) -> tuple[jax.Array, list[Any]]:
-    """The gradient of q [B, N, H, D], and for each part its keys and the gradients of k and v.
+    """cuDNN's gradient of q [B, N, H, D], and for each part its keys and the gradients of k and v.
 
     Those of a part follow from the output and the log-sum-exp of all keys.
     """
     q, out, dout = (x.astype(o.ak.dtype) for x in (q, o.out, o.dout))
     lse, dq, of_parts = o.lse.swapaxes(1, 2), jnp.zeros(q.shape, jnp.float32), []
-    for keys, is_causal in prompt.parts_of_keys(q.shape[1], o.m):
-        k, v = prompt.form_keys(o, None, keys, value_scale)
-        of_q, *of_keys = _gradients(q, k, v, lse, out, dout, scale=scale, is_causal=is_causal)
-        dq += of_q.astype(jnp.float32)
-        of_parts.append((keys, *of_keys))
-    return dq, of_parts
-
-
-def _gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lse: jax.Array,
-    out: jax.Array,
-    dout: jax.Array,
-    *,
-    scale: float,
-    is_causal: bool,
-) -> Any:
-    """cuDNN's gradients of q, k and v."""
     options: dict[str, Any] = dict(scale=scale, seed=0, dropout_rate=0.0)
     options |= dict(sliding_window_length=None, variadic_args=(False, False))
     options["layout"] = prompt.cudnn.AttentionLayout.BTNH.value
     if "score_mod" in inspect.signature(prompt.cudnn.dot_product_attention).parameters:
         options["score_mod"] = None
-    masks = prompt.cudnn.MaskType
-    mask = masks.CAUSAL if is_causal else masks.NO_MASK
-    absent = [jnp.zeros(0, q.dtype)] * 7
-    return CUDNN_BACKWARD.bind(q, k, v, *absent, lse, out, dout, mask_type=mask, **options)
+    masks, absent = prompt.cudnn.MaskType, [jnp.zeros(0, q.dtype)] * 7
+    for keys, is_causal in prompt.parts_of_keys(q.shape[1], o.m):
+        k, v = prompt.form_keys(o, None, keys, value_scale)
+        options["mask_type"] = masks.CAUSAL if is_causal else masks.NO_MASK
+        of_q, *of_keys = CUDNN_BACKWARD.bind(q, k, v, *absent, lse, out, dout, **options)
+        dq += of_q.astype(jnp.float32)
+        of_parts.append((keys, *of_keys))
+    return dq, of_parts

@@ -13,11 +13,8 @@ from pallas_ops.ops.tpa_decode.config import Operands, Params, Precision, TpaDec
 
 QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 PRECISIONS: dict[Any, Precision] = {
-    None: "highest",
-    "highest": "highest",
-    lax.Precision.HIGHEST: "highest",
-    "default": "default",
-    lax.Precision.DEFAULT: "default",
+    **dict.fromkeys((None, "highest", lax.Precision.HIGHEST), "highest"),
+    **dict.fromkeys(("default", lax.Precision.DEFAULT), "default"),
 }
 
 
