@@ -73,7 +73,7 @@ def _md_form(rng: Rng) -> Form:
         arguments = dict(x=x, theta=theta, shape=shape, num_prefix_tokens=prefix)
     else:
         arguments = dict(x=x, theta=theta, positions=positions, shape=None)
-        arguments["num_prefix_tokens"] = prefix
+        arguments["num_prefix_tokens"] = min(prefix, n)
     return "md_lrpe_cosine", *split(arguments | _activation(rng, x, layout))
 
 

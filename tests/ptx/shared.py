@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.memory import RAW, Array, MachineError
+from tests.ptx.memory import RAW, Array, MachineError, different
 
 _SIZE = 232448  # bytes of a program
 _STEP = 64  # of time, a barrier; within it, which warp
@@ -54,7 +54,7 @@ class Shared:
             self._writes(row, _start(time), _who(mask, time), width)
         places, values = self.bytes.view(values.dtype).reshape(-1, values.shape[-1]), values[mask]
         places[row] = values
-        if (places[row] != values).any():
+        if different(places[row], values).any():
             raise MachineError("two threads store different numbers at one shared place")
 
     def expect(self, programs: Array, time: int, address: Array, mask: Array, width: int) -> None:
