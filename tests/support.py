@@ -80,11 +80,10 @@ def assert_as_good_as_reference(
 ) -> None:
     """The error of `got` is at most `factor` times the reference's own, so no dtype needs a number.
 
-    Each error is against the truth, both in the mean (||.|| / ||truth||) and at its worst
-    (max|.| / max|truth|), there at most `worst` times. `floor`, some ulps of float32, is for
-    references that are exact by luck.
-    It need not grow for 16-bit results: where the reference's rounding is smaller than the floor,
-    the truth lies beside a representable number, to which `got` must round as well.
+    Each error is against the truth: in the mean (||.|| / ||truth||), and the largest (max|.| /
+    max|truth|), for which `worst` is the factor if given. `floor`, some ulps of float32, is for
+    references that are exact by luck. It need not grow for 16-bit results: where the reference's
+    rounding is smaller, the truth is almost a representable number, to which `got` rounds as well.
     """
 
     def check(where: str, got: Any, reference: Any, truth: Any) -> None:
@@ -103,8 +102,7 @@ def assert_as_good_as_reference(
             error, own = norm(_finite(got) - truth), norm(_finite(reference) - truth)
             allowed = times * own + floor * norm(truth)
             assert error <= allowed, (
-                f"{where}: {name} error {error:.3g} where the reference has {own:.3g} and"
-                f" {times:g} times that, with the floor, is {allowed:.3g}"
+                f"{where}: {name} error {error:.3g}, reference {own:.3g}, allowed {allowed:.3g}"
             )
 
     _for_each_leaf(check, got, same_dtype_reference, float64_truth)

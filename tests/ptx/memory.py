@@ -15,7 +15,7 @@ _APART = 1 << 40
 
 
 def different(a: Array, b: Array) -> Array:
-    """Where bits differ, but for those of two float32 NaNs: here they depend on operands' order."""
+    """Where bits differ, unless both are float32 NaNs, whose signs depend on operand order."""
     bits = np.asarray(a != b)
     if a.itemsize == 4 and bits.any():
         bits &= ~(np.isnan(a.view(np.float32)) & np.isnan(b.view(np.float32)))

@@ -135,7 +135,7 @@ def _tiles(ranges: Segments, grad: State, saved: Saved, refs: Refs) -> State:
 
     def step(t: Any, grad: State) -> State:
         t = tiles - 1 - t
-        if ranges.view.s.c > 1:  # then exact tiles need all the registers there are
+        if ranges.view.s.c > 1:  # the exact branch has no registers for addresses (`pinned`)
             t = pinned(jnp.full((1, 1), t))
         before = state_of(saved.before(ranges.number * tiles + t))
         return _tile(ranges, t * ranges.c.block_n, before, grad, refs)

@@ -59,7 +59,7 @@ def _gather(block: jax.Array, rows: Rows, entry: jax.Array, column: jax.Array) -
     """
     h = rows.plan.s.h
     head = jnp.minimum(rows.first_h + column, h - 1)
-    if h == 64:  # rows are turned (`Keys.load_block`)
+    if h == 64:  # rows are rotated (`Keys.load_block`)
         head = (head + 8 * entry) & (h - 1)
     return triton_ext.gather(block, entry * h + head)
 

@@ -85,7 +85,7 @@ class Keys:
         memory) of four keys, or of four pairs of entries. The numbers of keys `step` apart are an
         odd multiple of 4 or 8 banks apart, so the four do not meet: of 34 heads and two ranks a key
         has 34 banks, and keys 2 apart are 68 banks apart, that is 4 of 32. No order helps where
-        ranks times H is a multiple of 32; rows of 64 heads are turned (`load_block`).
+        ranks times H is a multiple of 32; rows of 64 heads are rotated (`load_block`).
         """
         s, block = self.plan.s, self.plan.c.block_m
         if self.plan.backward or not self.plan.gathers or s.most_ranks > 2:
@@ -125,8 +125,9 @@ class Keys:
             inside &= number < (s.m - self.begin) * (ranks * s.h)
         begin = self._place(self.begin) * (ranks * s.h)
         if s.h == 64:
-            # Rows would all begin in one bank. Each is turned by eight heads (4 banks) more than
-            # the one before. In this form Triton sees that eight heads are side by side.
+            # Rows of 128 bytes all begin in the same bank. So each row is rotated by eight heads
+            # (4 banks) more than the row before. Written like this, Triton's analysis of addresses
+            # finds eight heads side by side, and loads 16 bytes at once.
             octet = lax.div(number, 8)
             source = lax.rem(octet + 7 * lax.div(octet, 8), 8)
             number += 8 * (source - lax.rem(octet, 8))
