@@ -168,6 +168,8 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         first = 0
         for rows in tpa.Rows.of_program(plan, jnp.int32(i)):
             query, lane = (np.asarray(y, object) for y in tpa.grouped(c.block_n, rows.tile_h))
+            if plan.heads_of_word == 2:  # rows r and r + 8 of 16 have two heads side by side
+                lane = lane.reshape(-1, 8, 2).swapaxes(1, 2).reshape(-1)
             query, lane = i // plan.head_blocks * c.block_n + query, first + lane
             head = i % plan.head_blocks * c.block_h + lane
             inside = (query < n) & (head < h) & (lane < c.block_h)

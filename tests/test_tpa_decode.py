@@ -121,7 +121,10 @@ def test_kernels_are_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], d
 GATHERED = [case(h=47, r=6, e=16, rk=2, rv=2), case(n=2, h=5, rk=2, rv=2, full=True)]
 
 
-@pytest.mark.parametrize("shape", [*GATHERED, case(h=38, rk=3, rv=1), case(h=64, rk=3, rv=2)])
+OTHERS = [case(h=38, rk=3, rv=1), case(h=64, rk=3, rv=2), case(h=66, r=6, e=32, rk=3, rv=2)]
+
+
+@pytest.mark.parametrize("shape", [*GATHERED, *OTHERS, case(n=3, h=94, rk=1, rv=4, full=True)])
 def test_heads_that_are_gathered(rng: Rng, shape: dict[str, Any]) -> None:
     shape = dict(b=1, n=1, m=45) | shape
     test_kernels_are_as_good_as_the_reference(rng, shape, jnp.bfloat16)

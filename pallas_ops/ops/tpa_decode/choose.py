@@ -50,6 +50,8 @@ def _choose_keys(
         if batch_invariant:
             return pl.cdiv(s.m, split_size(s.m)), split_size(s.m)
         num_splits = max(1, min(programs * card.num_sms // blocks, pl.cdiv(s.m, 32)))
+        if 256 < num_splits <= 272:  # the merge would take 512, almost half of them absent
+            num_splits = 256
         return num_splits, pl.cdiv(s.m, num_splits)
 
     num_splits, keys = keys_of_split(1)
@@ -70,7 +72,10 @@ def _choose_keys(
     # Launches take less than the bound, above all where head factors are loaded into registers.
     taken = float(forward_bytes(s, c, has_wgmma=False))
     taken *= 3 / 4 if s.gathers(block_h) and s.pages is None else 5 / 6
-    least_keys = (48 if 32 < block_h <= 64 and s.gathers(block_h) else 96) * num_warps
+    least_keys = 96 * num_warps  # fewer are not worth a program's beginning, end and merge
+    if block_h > 32 and s.gathers(block_h):
+        is_early = block_h > 64 or (block_h <= 48 and s.has_bq)
+        least_keys = 3 * c.block_m if is_early else 192
     for programs in range(2, most_programs + 1):
         splits, keys = keys_of_split(programs)
         if keys >= least_keys * (programs - 1) and taken <= card.shared_memory // programs:
@@ -104,10 +109,11 @@ def _loop(s: Sizes, block_h: int, rows: int, keys: int) -> _Loop:
         usual = min(usual, max(16, s.pages[1] & -s.pages[1]))
     short = min(64, usual)
     if s.has_few_features and len(head_tiles(block_h)) > 1:
-        # In these two cases 32 entries take 3 to 20 % less time, in others up to 12 % more.
+        # In these two cases 32 entries take 3 to 20 % less time, in others up to 25 % more.
         is_rounded_or_paged = s.precision == "default" or s.pages is not None
         has_two_ranks = s.most_ranks == 2 and s.h % 8 > 0
-        entries = 32 if s.h % 2 == 1 or (has_two_ranks and is_rounded_or_paged) else 64
+        is_slow = s.h % 2 == 1 or (has_two_ranks and is_rounded_or_paged)
+        entries = 32 if is_slow and not s.prefetches_heads(block_h) else 64
         return _Loop(min(entries // s.most_ranks, power_of_two(keys)), most_programs=2)
     if gathers and block_h > 32:
         return _Loop(min(64 // s.most_ranks, usual), most_programs=2)

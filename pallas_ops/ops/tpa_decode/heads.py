@@ -8,28 +8,25 @@ from jax import lax
 
 from pallas_ops.core import triton_ext
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, power_of_two, stack
+from pallas_ops.core.tiles import Ref, joined, power_of_two, span, stack
 from pallas_ops.ops.tpa_decode import tiles
 from pallas_ops.ops.tpa_decode.keys import Keys
 from pallas_ops.ops.tpa_decode.tiles import Rows
 
 
-def sources(
-    keys: Keys, ak_ref: Ref, av_ref: Ref, wanted: jax.Array | bool = True
-) -> tuple[Any, Any]:
-    """What `load` and `load_ranks` take: ak and av, or the blocks of them that are gathered."""
-    if not keys.plan.gathers:
-        return ak_ref, av_ref
-    s = keys.plan.s
-    return keys.load_block(ak_ref, s.rk, wanted), keys.load_block(av_ref, s.rv, wanted)
+def source(keys: Keys, ref: Ref, ranks: int, wanted: jax.Array | bool = True) -> Any:
+    """What `load` and `load_ranks` take: ak or av, or the block of it that is gathered."""
+    return keys.load_block(ref, ranks, wanted) if keys.plan.gathers else ref
 
 
 def load(keys: Keys, rows: Rows, ref: Any, ranks: int) -> jax.Array:
     """ak or av as [rows, entries], in float32."""
     if keys.plan.gathers:
         entry, exists = keys.entries(ranks, of_block=True)
-        x = _gather(ref, rows, entry[None, :], rows.column[:, None])
-        x = jnp.where(exists[None, :], x, 0)
+        if keys.plan.heads_of_word == 2:
+            x = _gather_pairs(ref, rows, entry, exists)
+        else:
+            x = jnp.where(exists[None, :], _gather(ref, rows, entry), 0)
     elif rows.tile_h > 32 and keys.plan.s.h % 2 == 0:
         x = _groups(keys, rows, ref, ranks)
         x = x.swapaxes(1, 2).reshape(-1, x.shape[1])
@@ -42,7 +39,7 @@ def load_ranks(keys: Keys, rows: Rows, ref: Any, ranks: int) -> list[jax.Array]:
     """ak or av in octets: a tile [keys / 8, 8, rows] of each rank, in float32."""
     if keys.plan.gathers:
         entry, exists = keys.entries(ranks, of_block=True)
-        x = _gather(ref, rows, entry[:, None], rows.column[None, :])
+        x = _gather(ref, rows, entry, axis=1)
         x = jnp.where(exists[:, None] & rows.column_inside[None, :], x, 0)
     else:
         x = _groups(keys, rows, ref, ranks)
@@ -51,17 +48,29 @@ def load_ranks(keys: Keys, rows: Rows, ref: Any, ranks: int) -> list[jax.Array]:
     return [rows.repeat_for_queries(x.astype(jnp.float32), 2) for x in xs]
 
 
-def _gather(block: jax.Array, rows: Rows, entry: jax.Array, column: jax.Array) -> jax.Array:
-    """These heads of each entry, from a flat block [entries H].
+def _gather(block: jax.Array, rows: Rows, entry: jax.Array, axis: int = 0) -> jax.Array:
+    """These heads, along an axis, of each entry, from a flat block [entries H].
 
     A block is copied 16 bytes at a time, wherever its rows of H numbers begin. By the gather each
     thread then reads from shared memory the elements that its layout has.
     """
     h = rows.plan.s.h
-    head = jnp.minimum(rows.first_h + column, h - 1)
+    entry = jnp.expand_dims(entry, axis)
+    head = jnp.expand_dims(jnp.minimum(rows.first_h + rows.column, h - 1), 1 - axis)
     if h == 64:  # rows are rotated (`Keys.load_block`)
         head = (head + 8 * entry) & (h - 1)
     return triton_ext.gather(block, entry * h + head)
+
+
+def _gather_pairs(block: jax.Array, rows: Rows, entry: jax.Array, exists: jax.Array) -> jax.Array:
+    """The same in float32 [rows, entries], from words of two heads (`Plan.heads_of_word`)."""
+    words = rows.plan.s.h // 2
+    word = jnp.minimum(rows.first_h // 2 + span(rows.tile_h // 2), words - 1).reshape(-1, 8, 1)
+    pair = triton_ext.gather(block, entry[None, None, :] * words + word)
+    pair = jnp.where(exists[None, None, :], pair, 0)
+    # bfloat16 is the upper half of float32.
+    both = [lax.bitcast_convert_type(x, jnp.float32) for x in (pair << 16, pair & -(2**16))]
+    return joined(*both, axis=1).reshape(rows.tile_h, -1)
 
 
 def _groups(keys: Keys, rows: Rows, ref: Ref, ranks: int) -> jax.Array:

@@ -29,7 +29,9 @@ from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, load, per_batch, per_spl
 from pallas_ops.ops.tpa_decode.words import deinterleave, interleave, pack
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators
-Carry = tuple[Any, list[State]]  # what was loaded ahead, and the states
+# Of some rows: maximum, exponentials, what earlier sums are multiplied by, weights of the values.
+Weights = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+Carry = tuple[Any, Any, list[State]]  # ak and av where they were loaded ahead, and the states
 
 
 def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Array]:
@@ -81,7 +83,7 @@ def _check_features(s: Sizes) -> None:
 
 def _forward_kernel(
     aq_ref: Ref,  # [N H, R], or [N H, D] without bq
-    ak_ref: Ref,  # [M Rk, H], or [M Rk H] where heads are gathered; av_ref likewise
+    ak_ref: Ref,  # [M Rk, H], flat where heads are gathered (`Plan.flattened`); av_ref likewise
     av_ref: Ref,  # [M Rv, H]
     bq_ref: Ref | None,  # [N R, D]
     bk_ref: Ref,  # [M Rk, D]
@@ -98,68 +100,94 @@ def _forward_kernel(
     queries, bq, score_scale = _load_queries(plan, tiles, aq_ref, bq_ref)
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
-    ahead = partial(_ahead, plan, ak_ref, av_ref, stop, limit)
+    load_ak = partial(_ahead, plan, ak_ref, s.rk, stop, limit)
+    load_av = partial(_ahead, plan, av_ref, s.rv, stop, limit)
 
     def step(i: jax.Array, carry: Carry, *, all_valid: bool = False) -> Carry:
-        loaded, states = carry
+        ak, av, states = carry
         keys = Keys(plan, i, limit, first_key, table_ref, all_valid=all_valid)
-        ak, av = loaded or heads.sources(keys, ak_ref, av_ref)
-        loaded = ahead(i + 1)
+        if not plan.prefetches_heads:
+            ak, av = heads.source(keys, ak_ref, s.rk), heads.source(keys, av_ref, s.rv)
+        if len(tiles) == 1:
+            next_ak, next_av = load_ak(i + 1), load_av(i + 1)
         inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
         if bq is not None:  # [queries x ranks, entries]
             inner = [score_scale * sum_of_products(bq, inner, 3)]
         bv = keys.load_b(bv_ref, s.rv, s.e)
-        new_states = []
-        for rows, query, state in zip(tiles, queries, states, strict=True):
-            score = sum_of_products(query, inner, plan.score_pieces)
-            score = heads.sum_ranks(score * heads.load(keys, rows, ak, s.rk), s.rk)
-            if bq is None and score_scale != 1:
-                score *= score_scale
-            score = jnp.where(keys.seen(rows, length), score, -jnp.inf)
-            new_states.append(_add_values(keys, rows, score, av, bv, state))
-        return loaded, new_states
+        scale = score_scale if bq is None else 1.0
+        scores = [
+            _scores(keys, *x, inner, ak, scale, length) for x in zip(tiles, queries, strict=True)
+        ]
+        # Two tiles have no registers for two blocks: the next one is loaded when this one was used.
+        if len(tiles) > 1:
+            next_ak = load_ak(i + 1)
+        weights = [_weights(keys, *x, av) for x in zip(tiles, scores, states, strict=True)]
+        if len(tiles) > 1:
+            next_av = load_av(i + 1)
+        states = [_add_values(plan, *x, bv) for x in zip(states, weights, strict=True)]
+        return next_ak, next_av, states
 
-    carry: Carry = ahead(start), [_empty(plan, rows) for rows in tiles]
-    has_wide_tile = len(tiles) == 1 and len(tiles[0].index) >= 64
+    carry: Carry = load_ak(start), load_av(start), [_empty(plan, rows) for rows in tiles]
     may_end_early = not isinstance(limit, int) or limit % plan.c.block_m
-    if has_wide_tile and may_end_early and plan.p.window is None and not plan.gathers:
-        # Blocks whose keys are all valid come first. Where a block may end early ptxas makes these
-        # tiles' asynchronous products (wgmma) wait for one another: 8 to 11 % of the time.
+    has_wide_tile = len(tiles[0].index) >= 64
+    is_slow = plan.prefetches_heads if len(tiles) > 1 else has_wide_tile and not plan.gathers
+    if is_slow and may_end_early and plan.p.window is None:
+        # Blocks whose keys are all valid come first. Where a block may end early, ptxas makes the
+        # asynchronous products (wgmma) of one tile wait for one another, which is 8 to 11 % of the
+        # time; two tiles lack the registers for masks, which is up to 20 %.
         whole = jnp.minimum(stop, limit // plan.c.block_m)
         carry = lax.fori_loop(start, whole, partial(step, all_valid=True), carry)
         start = jnp.maximum(start, whole)
-    _, states = lax.fori_loop(start, stop, step, carry)
+    *_, states = lax.fori_loop(start, stop, step, carry)
     for rows, state in zip(tiles, states, strict=True):
         _store(plan, rows, state, out_ref, lse_ref)
 
 
-def _ahead(plan: Plan, ak_ref: Ref, av_ref: Ref, stop: Any, limit: Any, i: Any) -> Any:
-    """The head factors of step i, if they are loaded during the step before."""
+def _ahead(plan: Plan, ref: Ref, ranks: int, stop: Any, limit: Any, i: Any) -> Any:
+    """ak or av of step i, if it is loaded during the step before."""
     if not plan.prefetches_heads:
         return None
-    return heads.sources(Keys(plan, i, limit), ak_ref, av_ref, i < stop)
+    return Keys(plan, i, limit).load_block(ref, ranks, i < stop)
 
 
-def _add_values(
-    keys: Keys, rows: Rows, score: jax.Array, av: Any, bv: list[jax.Array], state: State
-) -> State:
-    """One step of the online softmax: the state of earlier keys, and these keys' values."""
+def _scores(
+    keys: Keys,
+    rows: Rows,
+    query: list[jax.Array],
+    inner: list[jax.Array],  # bk^T, or bq bk^T
+    ak: Any,
+    scale: float,
+    length: jax.Array | int,
+) -> jax.Array:
+    s = keys.plan.s
+    score = sum_of_products(query, inner, keys.plan.score_pieces)
+    score = heads.sum_ranks(score * heads.load(keys, rows, ak, s.rk), s.rk)
+    return jnp.where(keys.seen(rows, length), score if scale == 1 else score * scale, -jnp.inf)
+
+
+def _weights(keys: Keys, rows: Rows, score: jax.Array, state: State, av: Any) -> Weights:
+    """One step of the online softmax: the new maximum and sum, and what values are weighed with."""
     plan, s = keys.plan, keys.plan.s
-    row_max, row_sum, accs = state
+    row_max = state[0]
     new_max = jnp.maximum(row_max, score.max(axis=1))
     p = exp2(score - new_max[:, None])
     rescale = exp2(row_max - new_max)
     weight, av = heads.each_rank(p, s.rv), heads.load(keys, rows, av, s.rv)
     if plan.output_pieces == 1 and s.dtype == "bfloat16":
         weight, av = weight.astype(jnp.bfloat16), av.astype(jnp.bfloat16)
-    weight *= av
-    pairs = zip(bv, accs, strict=True)
+    return new_max, p, rescale, weight * av
+
+
+def _add_values(plan: Plan, state: State, weights: Weights, bv: list[jax.Array]) -> State:
+    """The state of earlier keys, and these keys' values."""
+    new_max, p, rescale, weight = weights
+    pairs = zip(bv, state[2], strict=True)
     accs = [plan.dot(weight, x, acc * rescale[:, None]) for x, acc in pairs]
     if len(plan.tiles) > 1:
         # Needed: the first tile's wgmma may still read bv in the next step, whose copy overwrites
         # it, as the other tile (mma) read it too. A use of acc makes Triton wait for the product.
         accs = [acc + 0.0 for acc in accs]
-    return new_max, row_sum * rescale + p.sum(axis=1), accs
+    return new_max, state[1] * rescale + p.sum(axis=1), accs
 
 
 def _load_queries(

@@ -94,7 +94,8 @@ def _backward_kernel(
         # Blocks without valid keys are stored, too, as zeros; nothing is loaded for them.
         keys = Keys(plan, i, limit, first_key)
         stored = Keys(plan, i, s.m)
-        ak, av = heads.sources(keys, ak_ref, av_ref, keys.any_valid)
+        ak = heads.source(keys, ak_ref, s.rk, keys.any_valid)
+        av = heads.source(keys, av_ref, s.rv, keys.any_valid)
         bk = load(bk_ref, *keys.features(s.rk, s.d))
         bv = load(bv_ref, *keys.features(s.rv, s.e))
         inner = bk if bq is None else plan.dot(bk, bq.T)

@@ -90,7 +90,8 @@ class Keys:
         s, block = self.plan.s, self.plan.c.block_m
         if self.plan.backward or not self.plan.gathers or s.most_ranks > 2:
             return place
-        step = min(8 // math.gcd(8, s.most_ranks * s.h), block // 4)
+        width = 8 * self.plan.heads_of_word
+        step = min(width // math.gcd(width, s.most_ranks * s.h), block // 4)
         own = 2 // s.most_ranks  # keys of a thread's two entries
         pair, first = divided(place, own)
         group, thread = divided(pair, 4)
@@ -118,12 +119,13 @@ class Keys:
     def load_block(self, ref: Ref, ranks: int, wanted: jax.Array | bool) -> jax.Array:
         """The block's head factors [block_m ranks H], flat, of an array [M ranks H], if wanted."""
         s, block = self.plan.s, self.plan.c.block_m
-        size = block * ranks * s.h
+        h = s.h // self.plan.heads_of_word
+        size = block * ranks * h
         number = span(power_of_two(size))
         inside = (number < size) & wanted
         if s.pages is None and s.m % block:
-            inside &= number < (s.m - self.begin) * (ranks * s.h)
-        begin = self._place(self.begin) * (ranks * s.h)
+            inside &= number < (s.m - self.begin) * (ranks * h)
+        begin = self._place(self.begin) * (ranks * h)
         if s.h == 64:
             # Rows of 128 bytes all begin in the same bank. So each row is rotated by eight heads
             # (4 banks) more than the row before. Written like this, Triton's analysis of addresses
@@ -131,7 +133,7 @@ class Keys:
             octet = lax.div(number, 8)
             source = lax.rem(octet + 7 * lax.div(octet, 8), 8)
             number += 8 * (source - lax.rem(octet, 8))
-        return plgpu.load(ref.at[begin + number], mask=inside, other=0.0)
+        return plgpu.load(ref.at[begin + number], mask=inside, other=jnp.zeros((), ref.dtype))
 
     def _place(self, key: jax.Array) -> jax.Array:
         """The places of keys in the cache. A page out of range is taken for the nearest one."""

@@ -61,12 +61,12 @@ def _merge_kernel(
         k = first + span(block)
         inside = (k < splits)[:, None] & (i < rows)[None, :]
         lse = plgpu.load(lse_ref.at[k[:, None], i[None, :]], mask=inside, other=-jnp.inf) * LOG2E
-        top = jnp.maximum(lse.max(axis=0), -HUGE)
-        weight = jnp.exp2(lse - top[None, :])
         place = k[:, None, None], i[None, :, None], j[None, None, :]
         mask = inside[:, :, None] & (j < e)[None, None, :]
         out = plgpu.load(out_ref.at[place], mask=mask, other=jnp.zeros((), out_ref.dtype))
         out = out.astype(jnp.float32)
+        top = jnp.maximum(lse.max(axis=0), -HUGE)
+        weight = jnp.exp2(lse - top[None, :])
         return top, weight.sum(axis=0), (out * weight[:, :, None]).sum(axis=0)
 
     def step(k: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

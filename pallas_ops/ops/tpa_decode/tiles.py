@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core import launch
@@ -37,12 +38,18 @@ class Plan:
         return is_whole and self.s.gathers(self.c.block_h, backward=self.backward)
 
     @property
-    def prefetches_heads(self) -> bool:
-        """Whether the head factors of the next step are loaded into registers: 5 to 8 % less time.
+    def heads_of_word(self) -> int:
+        """Two, where blocks of gathered head factors are words of two heads.
 
-        The page of a block would have to be waited for, and two tiles have no registers left.
+        A thread of the tensor cores has rows r and r + 8 of 16. They are the heads of one word then
+        (`Rows`), so that a gather takes half the reads and registers. Two tiles need that; one tile
+        takes the same time without.
         """
-        return self.gathers and len(self.tiles) == 1 and self.s.pages is None
+        return 2 if self.gathers and len(self.tiles) > 1 and self.s.h % 2 == 0 else 1
+
+    @property
+    def prefetches_heads(self) -> bool:
+        return self.s.prefetches_heads(self.c.block_h)
 
     @property
     def head_blocks(self) -> int:
@@ -67,12 +74,16 @@ class Plan:
         return self.head_blocks * pl.cdiv(self.s.n, self.c.block_n)
 
     def flattened(self, o: Operands) -> Operands:
-        """The operands in the shapes of kernels; gathered head factors are [B, M ranks H]."""
+        """The operands in the shapes of kernels; gathered head factors are flat, [B, M ranks H]."""
         arrays = Operands(*(x if x is None or x.ndim < 3 else flat(x) for x in o))
         if o.lengths is not None:
             arrays = arrays._replace(lengths=o.lengths[:, None])
         if self.gathers:
-            arrays = arrays._replace(ak=o.ak.reshape(len(o.ak), -1), av=o.av.reshape(len(o.av), -1))
+            ak, av = (x.reshape(len(x), -1) for x in (o.ak, o.av))
+            if self.heads_of_word == 2:
+                ak, av = (x.reshape(len(x), -1, 2) for x in (ak, av))
+                ak, av = (lax.bitcast_convert_type(x, jnp.int32) for x in (ak, av))
+            arrays = arrays._replace(ak=ak, av=av)
         return arrays
 
 
@@ -113,6 +124,11 @@ def grouped(groups: int, size: int) -> tuple[jax.Array, jax.Array]:
     return lane >> (size.bit_length() - 1), lane & (size - 1)
 
 
+def _in_pairs(row: jax.Array) -> jax.Array:
+    """The heads of rows, of which r and r + 8 of 16 have two that are side by side."""
+    return (row & -16) + 2 * (row & 7) + ((row >> 3) & 1)
+
+
 class Rows:
     """Rows of one tile: block_n queries x `size` heads; indices and masks of their arrays."""
 
@@ -126,9 +142,11 @@ class Rows:
         def is_inside(head: jax.Array) -> jax.Array:
             return (head < c.block_h - offset) & (self.first_h + head < s.h)
 
-        self.column = span(size)
-        self.column_inside = is_inside(self.column)
         query, lane = grouped(c.block_n, size)
+        self.column = span(size)
+        if plan.heads_of_word == 2:
+            lane, self.column = _in_pairs(lane), _in_pairs(self.column)
+        self.column_inside = is_inside(self.column)
         self.query = first_n + query
         self.inside = (self.query < s.n) & is_inside(lane)
         self.index = self.query * s.h + self.first_h + lane
