@@ -101,7 +101,12 @@ FAULTS = {
         "ops/tpa_decode/formed.py", "dk = sums[0] + ", "dk = "
     ),
     "head factors of the block before": Fault(
-        "ops/tpa_decode/kernel.py", "loaded = ahead(i + 1)", "loaded = ahead(i)"
+        "ops/tpa_decode/kernel.py",
+        "next_ak, next_av = load_ak(i + 1), load_av(i + 1)",
+        "next_ak, next_av = load_ak(i), load_av(i)",
+    ),
+    "the heads of a word change places": Fault(
+        "ops/tpa_decode/heads.py", "(pair << 16, pair & -(2**16))", "(pair & -(2**16), pair << 16)"
     ),
     "keys of a block change places": Fault(
         "ops/tpa_decode/keys.py",

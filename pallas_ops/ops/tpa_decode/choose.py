@@ -71,7 +71,7 @@ def _choose_keys(
     )
     # Launches take less than the bound, above all where head factors are loaded into registers.
     taken = float(forward_bytes(s, c, has_wgmma=False))
-    taken *= 3 / 4 if s.gathers(block_h) and s.pages is None else 5 / 6
+    taken *= 2 / 3 if s.gathers(block_h) and s.pages is None else 5 / 6
     least_keys = 96 * num_warps  # fewer are not worth a program's beginning, end and merge
     if block_h > 32 and s.gathers(block_h):
         is_early = block_h > 64 or (block_h <= 48 and s.has_bq)
