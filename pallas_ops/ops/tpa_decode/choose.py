@@ -75,7 +75,7 @@ def _choose_keys(
     least_keys = 96 * num_warps  # fewer are not worth a program's beginning, end and merge
     if block_h > 32 and s.gathers(block_h):
         is_early = block_h > 64 or (block_h <= 48 and s.has_bq)
-        least_keys = 3 * c.block_m if is_early else 192
+        least_keys = 3 * c.block_m if is_early else 48 * num_warps
     for programs in range(2, most_programs + 1):
         splits, keys = keys_of_split(programs)
         if keys >= least_keys * (programs - 1) and taken <= card.shared_memory // programs:
