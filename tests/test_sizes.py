@@ -165,11 +165,10 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
     c = choose(s, H200)
     plan = tpa.Plan(s, c, tpa_config.Params())
     for i, split in programs((plan.row_blocks, c.num_splits), monkeypatch):
-        first = 0
+        first, k = 0, plan.heads_of_word
         for rows in tpa.Rows.of_program(plan, jnp.int32(i)):
             query, lane = (np.asarray(y, object) for y in tpa.grouped(c.block_n, rows.tile_h))
-            if plan.heads_of_word == 2:  # rows r and r + 8 of 16 have two heads side by side
-                lane = lane.reshape(-1, 8, 2).swapaxes(1, 2).reshape(-1)
+            lane = lane.reshape(-1, 16 // k, k).swapaxes(1, 2).ravel()  # rows r, r + 8: a word
             query, lane = i // plan.head_blocks * c.block_n + query, first + lane
             head = i % plan.head_blocks * c.block_h + lane
             inside = (query < n) & (head < h) & (lane < c.block_h)
@@ -180,8 +179,7 @@ def test_decoding(n: int, m: int, h: int, monkeypatch: pytest.MonkeyPatch) -> No
         same(rows.rank_query * s.r + rows.rank, rank_query * s.r + rank, rank_query < n)
         blocks = -(-m // c.block_m)
         start, stop = tiles.split_evenly(jnp.int32(blocks), c.num_splits, jnp.int32(split))
-        ends = [(split + j) * blocks // c.num_splits for j in (0, 1)]
-        assert [int(start), int(stop)] == ends
+        assert [int(start), int(stop)] == [(split + j) * blocks // c.num_splits for j in (0, 1)]
         order = np.asarray(tpa_keys.Keys(plan, jnp.int32(0), m).index, object)
         assert sorted(order) == list(range(c.block_m))
         assert plan.gathers or list(order) == sorted(order)

@@ -119,8 +119,6 @@ def test_kernels_are_as_good_as_the_reference(rng: Rng, shape: dict[str, Any], d
 
 
 GATHERED = [case(h=47, r=6, e=16, rk=2, rv=2), case(n=2, h=5, rk=2, rv=2, full=True)]
-
-
 OTHERS = [case(h=38, rk=3, rv=1), case(h=64, rk=3, rv=2), case(h=66, r=6, e=32, rk=3, rv=2)]
 
 

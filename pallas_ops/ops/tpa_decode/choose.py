@@ -50,7 +50,7 @@ def _choose_keys(
         if batch_invariant:
             return pl.cdiv(s.m, split_size(s.m)), split_size(s.m)
         num_splits = max(1, min(programs * card.num_sms // blocks, pl.cdiv(s.m, 32)))
-        if 256 < num_splits <= 272:  # the merge would take 512, almost half of them absent
+        if 256 < num_splits <= 272:  # tiles of the merge are powers of two
             num_splits = 256
         return num_splits, pl.cdiv(s.m, num_splits)
 
@@ -72,10 +72,11 @@ def _choose_keys(
     # Launches take less than the bound, above all where head factors are loaded into registers.
     taken = float(forward_bytes(s, c, has_wgmma=False))
     taken *= 2 / 3 if s.gathers(block_h) and s.pages is None else 5 / 6
-    least_keys = 96 * num_warps  # fewer are not worth a program's beginning, end and merge
+    # With fewer keys a second program does not pay for its beginning, its end and the merge.
+    least_keys = 96 * num_warps
     if block_h > 32 and s.gathers(block_h):
-        is_early = block_h > 64 or (block_h <= 48 and s.has_bq)
-        least_keys = 3 * c.block_m if is_early else 48 * num_warps
+        needs_few = block_h > 64 or (block_h <= 48 and s.has_bq)
+        least_keys = 3 * c.block_m if needs_few else 48 * num_warps
     for programs in range(2, most_programs + 1):
         splits, keys = keys_of_split(programs)
         if keys >= least_keys * (programs - 1) and taken <= card.shared_memory // programs:

@@ -185,6 +185,7 @@ class Sizes:
         if backward or self.h == 32:
             return False
         if self.h > 32:
+            # Two tiles lack registers for more than words of two bfloat16 heads.
             fits = self.dtype == "bfloat16" and (self.quantised is None or self.h <= 80)
             return self.h <= 64 or (self.pages is None and fits)
         # Faster in bfloat16, for two ranks whose rows can lie in different banks (`Keys._spread`).

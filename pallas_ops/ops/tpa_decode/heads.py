@@ -63,7 +63,7 @@ def _gather(block: jax.Array, rows: Rows, entry: jax.Array, axis: int = 0) -> ja
 
 
 def _gather_pairs(block: jax.Array, rows: Rows, entry: jax.Array, exists: jax.Array) -> jax.Array:
-    """The same in float32 [rows, entries], from words of two heads (`Plan.heads_of_word`)."""
+    """The same as float32 [rows, entries], from a block of words (`Plan.heads_of_word`)."""
     words = rows.plan.s.h // 2
     word = jnp.minimum(rows.first_h // 2 + span(rows.tile_h // 2), words - 1).reshape(-1, 8, 1)
     pair = triton_ext.gather(block, entry[None, None, :] * words + word)

@@ -118,7 +118,8 @@ def _forward_kernel(
         scores = [
             _scores(keys, *x, inner, ak, scale, length) for x in zip(tiles, queries, strict=True)
         ]
-        # Two tiles have no registers for two blocks: the next one is loaded when this one was used.
+        # Two tiles have no registers for two blocks: the next one is loaded after the last use of
+        # this one.
         if len(tiles) > 1:
             next_ak = load_ak(i + 1)
         weights = [_weights(keys, *x, av) for x in zip(tiles, scores, states, strict=True)]
@@ -128,19 +129,26 @@ def _forward_kernel(
         return next_ak, next_av, states
 
     carry: Carry = load_ak(start), load_av(start), [_empty(plan, rows) for rows in tiles]
-    may_end_early = not isinstance(limit, int) or limit % plan.c.block_m
-    has_wide_tile = len(tiles[0].index) >= 64
-    is_slow = plan.prefetches_heads if len(tiles) > 1 else has_wide_tile and not plan.gathers
-    if is_slow and may_end_early and plan.p.window is None:
-        # Blocks whose keys are all valid come first. Where a block may end early, ptxas makes the
-        # asynchronous products (wgmma) of one tile wait for one another, which is 8 to 11 % of the
-        # time; two tiles lack the registers for masks, which is up to 20 %.
+    if _has_loop_of_whole_blocks(plan, limit):
         whole = jnp.minimum(stop, limit // plan.c.block_m)
         carry = lax.fori_loop(start, whole, partial(step, all_valid=True), carry)
         start = jnp.maximum(start, whole)
     *_, states = lax.fori_loop(start, stop, step, carry)
     for rows, state in zip(tiles, states, strict=True):
         _store(plan, rows, state, out_ref, lse_ref)
+
+
+def _has_loop_of_whole_blocks(plan: Plan, limit: Any) -> bool:
+    """Whether the blocks whose keys are all valid have a loop of their own, before the others.
+
+    Where a block may end early, ptxas makes the asynchronous products (wgmma) of one tile wait for
+    one another, which is 8 to 11 % of the time; two tiles that load ahead have no registers for
+    masks, which is up to 20 %.
+    """
+    may_end_early = not isinstance(limit, int) or limit % plan.c.block_m
+    has_wide_tile = plan.c.block_n * plan.tiles[0] >= 64
+    is_slow = plan.prefetches_heads if len(plan.tiles) > 1 else has_wide_tile and not plan.gathers
+    return bool(is_slow and may_end_early and plan.p.window is None)
 
 
 def _ahead(plan: Plan, ref: Ref, ranks: int, stop: Any, limit: Any, i: Any) -> Any:

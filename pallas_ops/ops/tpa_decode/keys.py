@@ -84,9 +84,9 @@ class Keys:
         A warp reads a tile as the tensor cores hold it: at a time eight heads (4 banks of shared
         memory) of four keys, or of four pairs of entries. The numbers of keys `step` apart are an
         odd multiple of 4 or 8 banks apart, so the four do not meet: of 34 heads and two ranks a key
-        has 34 banks, and keys 2 apart are 68 banks apart, that is 4 of 32. Words of two heads take
-        twice as many. No order helps where ranks times H is a multiple of 32; rows of 64 heads are
-        rotated (`load_block`).
+        has 34 banks, and keys 2 apart are 68 banks apart, that is 4 of 32. In words of two heads
+        eight take 8 banks, and the distances are multiples of 8. No order helps where ranks times H
+        is a multiple of 32; rows of 64 heads are rotated (`load_block`).
         """
         s, block = self.plan.s, self.plan.c.block_m
         if self.plan.backward or not self.plan.gathers or s.most_ranks > 2:
@@ -118,7 +118,7 @@ class Keys:
         return self._place(key) * ranks + rank, exists
 
     def load_block(self, ref: Ref, ranks: int, wanted: jax.Array | bool) -> jax.Array:
-        """The block's head factors [block_m ranks H], flat, of an array [M ranks H], if wanted."""
+        """The block's head factors, flat, of an array [M ranks H], or of its words, if wanted."""
         s, block = self.plan.s, self.plan.c.block_m
         h = s.h // self.plan.heads_of_word
         size = block * ranks * h

@@ -39,11 +39,11 @@ class Plan:
 
     @property
     def heads_of_word(self) -> int:
-        """Two, where blocks of gathered head factors are words of two heads.
+        """Two, where head factors are gathered as words of 32 bits, of two heads; else one.
 
-        A thread of the tensor cores has rows r and r + 8 of 16. They are the heads of one word then
-        (`Rows`), so that a gather takes half the reads and registers. Two tiles need that; one tile
-        takes the same time without.
+        In the tensor cores' layout a thread has rows r and r + 8 of 16. `Rows` gives these two rows
+        the two heads of one word. So a thread reads both at once, and holds them in one register.
+        Two tiles lack registers otherwise; one tile takes the same time without.
         """
         return 2 if self.gathers and len(self.tiles) > 1 and self.s.h % 2 == 0 else 1
 
@@ -81,8 +81,8 @@ class Plan:
         if self.gathers:
             ak, av = (x.reshape(len(x), -1) for x in (o.ak, o.av))
             if self.heads_of_word == 2:
-                ak, av = (x.reshape(len(x), -1, 2) for x in (ak, av))
-                ak, av = (lax.bitcast_convert_type(x, jnp.int32) for x in (ak, av))
+                pairs = (x.reshape(len(x), -1, 2) for x in (ak, av))
+                ak, av = (lax.bitcast_convert_type(x, jnp.int32) for x in pairs)
             arrays = arrays._replace(ak=ak, av=av)
         return arrays
 
@@ -125,7 +125,7 @@ def grouped(groups: int, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_pairs(row: jax.Array) -> jax.Array:
-    """The heads of rows, of which r and r + 8 of 16 have two that are side by side."""
+    """The head of each row, where rows r and r + 8 of 16 have heads 2 r and 2 r + 1 of 16."""
     return (row & -16) + 2 * (row & 7) + ((row >> 3) & 1)
 
 
