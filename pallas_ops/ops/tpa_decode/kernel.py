@@ -97,11 +97,12 @@ def _forward_kernel(
 ) -> None:
     s = plan.s
     tiles = Rows.of_program(plan, pl.program_id(0) if plan.row_blocks > 1 else 0)
-    queries, bq, score_scale = _load_queries(plan, tiles, aq_ref, bq_ref)
     length, first_key, limit = key_range(tiles[0], length_ref)
     start, stop = blocks_of_split(plan, pl.program_id(1), first_key, limit)
     load_ak = partial(_ahead, plan, ak_ref, s.rk, stop, limit)
     load_av = partial(_ahead, plan, av_ref, s.rv, stop, limit)
+    first_ak, first_av = load_ak(start), load_av(start)  # on their way while q is formed
+    queries, bq, score_scale = _load_queries(plan, tiles, aq_ref, bq_ref)
 
     def step(i: jax.Array, carry: Carry, *, all_valid: bool = False) -> Carry:
         ak, av, states = carry
@@ -128,7 +129,7 @@ def _forward_kernel(
         states = [_add_values(plan, *x, bv) for x in zip(states, weights, strict=True)]
         return next_ak, next_av, states
 
-    carry: Carry = load_ak(start), load_av(start), [_empty(plan, rows) for rows in tiles]
+    carry: Carry = first_ak, first_av, [_empty(plan, rows) for rows in tiles]
     if _has_loop_of_whole_blocks(plan, limit):
         whole = jnp.minimum(stop, limit // plan.c.block_m)
         carry = lax.fori_loop(start, whole, partial(step, all_valid=True), carry)
@@ -167,8 +168,11 @@ def _scores(
     scale: float,
     length: jax.Array | int,
 ) -> jax.Array:
-    s = keys.plan.s
-    score = sum_of_products(query, inner, keys.plan.score_pieces)
+    plan, s = keys.plan, keys.plan.s
+    if s.is_rank_first:
+        score = plan.dot_of_ranks(query[0], inner[0], plan.score_pieces)
+    else:
+        score = sum_of_products(query, inner, plan.score_pieces)
     score = heads.sum_ranks(score * heads.load(keys, rows, ak, s.rk), s.rk)
     return jnp.where(keys.seen(rows, length), score if scale == 1 else score * scale, -jnp.inf)
 

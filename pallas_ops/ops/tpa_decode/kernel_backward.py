@@ -106,15 +106,17 @@ def _backward_kernel(
             p, ds, u, t, ak_ranks, av_ranks = _scores(q, keys, length, ak, av, inner, bv)
             dav = q.rows.sum_over_queries(join_ranks([p * x for x in t])) * plan.p.value_scale
             dav = dav.astype(dav_ref.dtype)
-            dbv = plan.dot(join_ranks([p * x for x in av_ranks]), q.dout, dbv)
             dak = q.rows.sum_over_queries(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
+            dbv = plan.dot(join_ranks([p * x for x in av_ranks]), q.dout, dbv)
             g = join_ranks([ds * x for x in ak_ranks])
             d_inner = plan.dot(g, q.aq, d_inner)
             new_dqs.append(plan.dot(bk.T, g, dq))
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
             store(dak_ref, dak, *stored.heads(q.rows, s.rk))
         store(dbv_ref, dbv, *stored.features(s.rv, s.e))
-        dbk = d_inner if bq is None else plan.dot(d_inner, bq)
+        dbk = d_inner
+        if bq is not None:
+            dbk = plan.dot_of_ranks(d_inner, bq, plan.output_pieces)
         store(dbk_ref, dbk, *stored.features(s.rk, s.d))
         return new_dqs
 
@@ -156,7 +158,8 @@ def _scores(
     plan, s, rows = keys.plan, keys.plan.s, q.rows
     ak = heads.load_ranks(keys, rows, ak, s.rk)
     av = [x * plan.p.value_scale for x in heads.load_ranks(keys, rows, av, s.rv)]
-    u, t = split_ranks(plan.dot(inner, q.aq.T), s.rk), split_ranks(plan.dot(bv, q.dout.T), s.rv)
+    u = split_ranks(plan.dot_of_ranks(inner, q.aq.T, plan.output_pieces), s.rk)
+    t = split_ranks(plan.dot(bv, q.dout.T), s.rv)
     score = reduce(add, map(mul, u, ak)) * plan.p.score_scale
     seen = (keys.seen(rows, length) & rows.inside[None, :]).reshape(score.shape)
     p = jnp.where(seen, exp2((score - q.lse[None, None]) * LOG2E), 0.0)
@@ -182,4 +185,5 @@ def _store_queries(
         store(daq_ref, daq, *q.rows.tile_indices(s.r))
         dbq = plan.dot(dq, q.aq, dbq)
     if dbq is not None:
-        store(dbq_ref, dbq.T, *queries[0].rows.bq_indices())
+        i, j, mask = queries[0].rows.bq_indices()
+        store(dbq_ref, dbq.T, i, j, mask & queries[0].rows.is_first_slot[:, None])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core import launch
+from pallas_ops.core.tiles import span
 
 Pieces = Literal[1, 2, 3]
 
@@ -38,6 +39,24 @@ def dot(
     # No CPU has the TF32 algorithms.
     precision = lax.Precision.HIGHEST if launch.is_interpreted() else tf32[pieces > 1]
     return _product(a.astype(jnp.float32), b.astype(jnp.float32), acc, precision)
+
+
+def dot_in_slots(a: jax.Array, b: jax.Array, *, pieces: Pieces, size: int) -> jax.Array:
+    """a @ b of a float32 tile and a bfloat16 one, where all that is summed over comes twice.
+
+    Numbers come in two slots of `size`. The first slot of the float32 tile is its first piece, the
+    second slot the second piece: one product for two. A third piece is a product of its own.
+    """
+    is_left = a.dtype == jnp.float32
+    x, axis = (a, 1) if is_left else (b, 0)
+    is_first = jnp.expand_dims(span(x.shape[axis]) & size == 0, 1 - axis)
+    first, second, *third = _bfloat16_pieces(x, pieces)
+    tiles = [*(jnp.where(is_first, y, 0) for y in third), jnp.where(is_first, first, second)]
+    acc = None
+    for y in tiles:
+        acc = _product(y, b, acc) if is_left else _product(a, y, acc)
+    assert acc is not None
+    return acc
 
 
 def sum_of_products(xs: list[jax.Array], ys: list[jax.Array], pieces: Pieces) -> jax.Array:

@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 
 from pallas_ops.core import launch
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.tiles import Ref, span
+from pallas_ops.core.tiles import Ref, divided, span
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
-from pallas_ops.ops.tpa_decode.matmul import Pieces, dot
+from pallas_ops.ops.tpa_decode.matmul import Pieces, dot, dot_in_slots
 
 Indices = tuple[jax.Array, jax.Array, jax.Array]  # rows, columns and mask of a tile
 
@@ -64,6 +64,22 @@ class Plan:
     def score_pieces(self) -> Pieces:
         """The same where scores are made; with three the log-sum-exp keeps 24 bits (21 in TF32)."""
         return 1 if self.s.precision == "default" else 2 if self.s.is_quantised_bfloat16 else 3
+
+    @property
+    def rank_slots(self) -> int:
+        """Two, where a tile of ranks is so wide that it holds each rank twice; see `dot_of_ranks`.
+
+        (The tensor cores multiply at least 16 ranks; published models have 6.)
+        """
+        s = self.s
+        fits = 2 * s.r <= s.tile_r and (s.has_bq if self.backward else s.is_rank_first)
+        return 2 if fits and s.dtype == "bfloat16" and not s.wide_queries else 1
+
+    def dot_of_ranks(self, a: jax.Array, b: jax.Array, pieces: Pieces) -> jax.Array:
+        """a @ b, summed over the ranks of the queries; one of both is float32."""
+        if self.rank_slots == 1:
+            return dot(a, b, pieces=pieces)
+        return dot_in_slots(a, b, pieces=pieces, size=self.s.tile_r // 2)
 
     def dot(self, a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
         """acc + a @ b, for the output or a gradient."""
@@ -150,7 +166,9 @@ class Rows:
         self.query = first_n + query
         self.inside = (self.query < s.n) & is_inside(lane)
         self.index = self.query * s.h + self.first_h + lane
-        query, self.rank = grouped(c.block_n, s.tile_r)
+        query, lane = grouped(c.block_n, s.tile_r)
+        slot, self.rank = divided(lane, s.tile_r // plan.rank_slots)
+        self.is_first_slot = slot == 0
         self.rank_query = first_n + query
         self.rank_inside = (self.rank < s.r) & (self.rank_query < s.n)
         # Block diagonal: a row of query n meets only the ranks of query n.
