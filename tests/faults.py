@@ -132,6 +132,9 @@ FAULTS = {
         "self.plan.num_tiles - 1 - tile if self.view.reverse else tile",
         "tile",
     ),
+    "both slots of ranks have the first piece": Fault(
+        "ops/tpa_decode/matmul.py", "jnp.where(is_first, first, second)", "first"
+    ),
     "tensor cores read what is overwritten": Fault(
         "ops/tpa_decode/kernel.py", "accs = [acc + 0.0 for acc in accs]", "pass"
     ),

@@ -67,9 +67,9 @@ class Plan:
 
     @property
     def rank_slots(self) -> int:
-        """Two, where a tile of ranks is so wide that it holds each rank twice; see `dot_of_ranks`.
+        """How often a tile of ranks of queries holds each rank: twice where there is room.
 
-        (The tensor cores multiply at least 16 ranks; published models have 6.)
+        The tensor cores multiply at least 16 ranks; published models have 6. See `dot_in_slots`.
         """
         s = self.s
         fits = 2 * s.r <= s.tile_r and (s.has_bq if self.backward else s.is_rank_first)
@@ -167,6 +167,7 @@ class Rows:
         self.inside = (self.query < s.n) & is_inside(lane)
         self.index = self.query * s.h + self.first_h + lane
         query, lane = grouped(c.block_n, s.tile_r)
+        # The ranks of a query, once in each slot.
         slot, self.rank = divided(lane, s.tile_r // plan.rank_slots)
         self.is_first_slot = slot == 0
         self.rank_query = first_n + query
