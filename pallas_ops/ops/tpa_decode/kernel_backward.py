@@ -115,9 +115,7 @@ def _backward_kernel(
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
             store(dak_ref, dak, *stored.heads(q.rows, s.rk))
         store(dbv_ref, dbv, *stored.features(s.rv, s.e))
-        dbk = d_inner
-        if bq is not None:
-            dbk = plan.dot_of_ranks(d_inner, bq, plan.output_pieces)
+        dbk = d_inner if bq is None else plan.dot_of_ranks(d_inner, bq, plan.output_pieces)
         store(dbk_ref, dbk, *stored.features(s.rk, s.d))
         return new_dqs
 
