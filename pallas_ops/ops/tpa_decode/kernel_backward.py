@@ -104,7 +104,7 @@ def _backward_kernel(
         new_dqs = []
         for q, dq in zip(queries, dqs, strict=True):
             p, ds, u, t, ak_ranks, av_ranks = _scores(q, keys, length, ak, av, inner, bv)
-            # The gradients of ak and av come first: behind the products t and u would spill.
+            # Gradients of ak and av come before the products: t and u need no registers then.
             dav = q.rows.sum_over_queries(join_ranks([p * x for x in t])) * plan.p.value_scale
             dav = dav.astype(dav_ref.dtype)
             dak = q.rows.sum_over_queries(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)

@@ -42,10 +42,11 @@ def dot(
 
 
 def dot_in_slots(a: jax.Array, b: jax.Array, *, pieces: Pieces, size: int) -> jax.Array:
-    """a @ b of a float32 tile and a bfloat16 one, where all that is summed over comes twice.
+    """a @ b of a float32 tile and a bfloat16 one; every number to be summed over is there twice.
 
-    Numbers come in two slots of `size`. The first slot of the float32 tile is its first piece, the
-    second slot the second piece: one product for two. A third piece is a product of its own.
+    Along that axis of both tiles `size` numbers are followed by a copy of them. In the float32 tile
+    the numbers become their first pieces, and the copies their second ones, so that one product
+    adds up both. A third piece takes a product of its own.
     """
     is_left = a.dtype == jnp.float32
     x, axis = (a, 1) if is_left else (b, 0)

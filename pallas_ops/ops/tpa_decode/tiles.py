@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def rank_slots(self) -> int:
-        """How often a tile of ranks of queries holds each rank: twice where there is room.
+        """How often a tile holds each rank of aq and bq: twice where there is room, else once.
 
         The tensor cores multiply at least 16 ranks; published models have 6. See `dot_in_slots`.
         """
@@ -76,7 +76,7 @@ class Plan:
         return 2 if fits and s.dtype == "bfloat16" and not s.wide_queries else 1
 
     def dot_of_ranks(self, a: jax.Array, b: jax.Array, pieces: Pieces) -> jax.Array:
-        """a @ b, summed over the ranks of the queries; one of both is float32."""
+        """a @ b, summed over the ranks of aq; a or b is float32. (Without bq: over features.)"""
         if self.rank_slots == 1:
             return dot(a, b, pieces=pieces)
         return dot_in_slots(a, b, pieces=pieces, size=self.s.tile_r // 2)
@@ -167,7 +167,7 @@ class Rows:
         self.inside = (self.query < s.n) & is_inside(lane)
         self.index = self.query * s.h + self.first_h + lane
         query, lane = grouped(c.block_n, s.tile_r)
-        # The ranks of a query, once in each slot.
+        # A query's ranks, and where there are two slots the same ranks again.
         slot, self.rank = divided(lane, s.tile_r // plan.rank_slots)
         self.is_first_slot = slot == 0
         self.rank_query = first_n + query
