@@ -52,7 +52,8 @@ def tpa_decode(
 
     Computed in float32 and returned in the dtype of aq; nothing else is rounded to 16 bits, but see
     `precision`, and Returns for quantised factors. Tensor cores keep 16 or more significant bits of
-    a float32 operand, and 21 where scores are made. Gradients take a block of queries at a time.
+    a float32 operand, and 21 where scores are made (16 of q with 33 to 64 bfloat16 heads, unless
+    the log-sum-exp is a result). Gradients take a block of queries at a time.
     From 256 queries of one rank on (64 of two) they form keys and values. Where not even one query
     fits the card (more than 256 heads, wide float32 factors) they are the reference's, with a
     warning, or an error if implementation="triton".

@@ -2,8 +2,8 @@
 
 A program holds rows (queries x heads) and streams keys. Where `Sizes.is_rank_first`, q is not
 formed: q k^T = aq (bq bk^T). The long product has factors on both sides, so it is exact in 16 bits,
-and needs a tile of R rows instead of H. The short one has float32 scores beside aq: it keeps 21
-bits of them or more (16 with quantised factors; see `matmul`), as the log-sum-exp is float32.
+and needs a tile of R rows instead of H. The short one has float32 scores beside aq, in two or three
+pieces (`Plan.score_pieces`).
 """
 
 from functools import partial
@@ -15,23 +15,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core import card
-from pallas_ops.core.backend import NoKernelError, plgpu
-from pallas_ops.core.fastmath import LOG2E, exp2
+from pallas_ops.core.backend import NoKernelError
+from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
-from pallas_ops.core.tiles import HUGE, Ref, power_of_two
-from pallas_ops.ops.tpa_decode import heads, prompt
+from pallas_ops.core.tiles import Ref, power_of_two
+from pallas_ops.ops.tpa_decode import heads, prompt, softmax
 from pallas_ops.ops.tpa_decode.choose import choose
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.keys import Keys, blocks_of_split, key_range
 from pallas_ops.ops.tpa_decode.matmul import dot, sum_of_products
-from pallas_ops.ops.tpa_decode.merge import log_sum_exp, merge
-from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, load, per_batch, per_split, store
-from pallas_ops.ops.tpa_decode.words import deinterleave, interleave, pack
+from pallas_ops.ops.tpa_decode.merge import merge
+from pallas_ops.ops.tpa_decode.tiles import Plan, Rows, load, per_batch, per_split
+from pallas_ops.ops.tpa_decode.words import deinterleave, pack
 
-State = tuple[jax.Array, jax.Array, list[jax.Array]]  # of some rows: maximum, sum, accumulators
-# Of some rows: maximum, exponentials, what earlier sums are multiplied by, weights of the values.
-Weights = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-Carry = tuple[Any, Any, list[State]]  # ak and av where they were loaded ahead, and the states
+# ak and av where they were loaded ahead, and the states.
+Carry = tuple[Any, Any, list[softmax.State]]
 
 
 def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Array]:
@@ -123,20 +121,20 @@ def _forward_kernel(
         # this one.
         if len(tiles) > 1:
             next_ak = load_ak(i + 1)
-        weights = [_weights(keys, *x, av) for x in zip(tiles, scores, states, strict=True)]
+        weights = [softmax.weights(keys, *x, av) for x in zip(tiles, scores, states, strict=True)]
         if len(tiles) > 1:
             next_av = load_av(i + 1)
-        states = [_add_values(plan, *x, bv) for x in zip(states, weights, strict=True)]
+        states = [softmax.add_values(plan, *x, bv) for x in zip(states, weights, strict=True)]
         return next_ak, next_av, states
 
-    carry: Carry = first_ak, first_av, [_empty(plan, rows) for rows in tiles]
+    carry: Carry = first_ak, first_av, [softmax.empty(plan, rows) for rows in tiles]
     if _has_loop_of_whole_blocks(plan, limit):
         whole = jnp.minimum(stop, limit // plan.c.block_m)
         carry = lax.fori_loop(start, whole, partial(step, all_valid=True), carry)
         start = jnp.maximum(start, whole)
     *_, states = lax.fori_loop(start, stop, step, carry)
     for rows, state in zip(tiles, states, strict=True):
-        _store(plan, rows, state, out_ref, lse_ref)
+        softmax.store(plan, rows, state, out_ref, lse_ref)
 
 
 def _has_loop_of_whole_blocks(plan: Plan, limit: Any) -> bool:
@@ -177,31 +175,6 @@ def _scores(
     return jnp.where(keys.seen(rows, length), score if scale == 1 else score * scale, -jnp.inf)
 
 
-def _weights(keys: Keys, rows: Rows, score: jax.Array, state: State, av: Any) -> Weights:
-    """One step of the online softmax: the new maximum and sum, and what values are weighed with."""
-    plan, s = keys.plan, keys.plan.s
-    row_max = state[0]
-    new_max = jnp.maximum(row_max, score.max(axis=1))
-    p = exp2(score - new_max[:, None])
-    rescale = exp2(row_max - new_max)
-    weight, av = heads.each_rank(p, s.rv), heads.load(keys, rows, av, s.rv)
-    if plan.output_pieces == 1 and s.dtype == "bfloat16":
-        weight, av = weight.astype(jnp.bfloat16), av.astype(jnp.bfloat16)
-    return new_max, p, rescale, weight * av
-
-
-def _add_values(plan: Plan, state: State, weights: Weights, bv: list[jax.Array]) -> State:
-    """The state of earlier keys, and these keys' values."""
-    new_max, p, rescale, weight = weights
-    pairs = zip(bv, state[2], strict=True)
-    accs = [plan.dot(weight, x, acc * rescale[:, None]) for x, acc in pairs]
-    if len(plan.tiles) > 1:
-        # Needed: the first tile's wgmma may still read bv in the next step, whose copy overwrites
-        # it, as the other tile (mma) read it too. A use of acc makes Triton wait for the product.
-        accs = [acc + 0.0 for acc in accs]
-    return new_max, state[1] * rescale + p.sum(axis=1), accs
-
-
 def _load_queries(
     plan: Plan, tiles: list[Rows], aq_ref: Ref, bq_ref: Ref | None
 ) -> tuple[list[list[jax.Array]], list[jax.Array] | None, float]:
@@ -219,20 +192,3 @@ def _load_queries(
     if bq is None:
         return [deinterleave(q, s.features_per_word) for q in queries], None, scale
     return [[aq] for aq in queries], deinterleave(bq, s.features_per_word), scale
-
-
-def _store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> None:
-    row_max, row_sum, accs = state
-    lse, nonzero = log_sum_exp(row_max, row_sum)
-    store(
-        out_ref,
-        interleave(accs) * (plan.p.value_scale / nonzero)[:, None],
-        *rows.tile_indices(plan.s.e),
-    )
-    plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
-
-
-def _empty(plan: Plan, rows: Rows) -> State:
-    row_max = jnp.full((len(rows.index),), -HUGE, jnp.float32)
-    acc = jnp.zeros((len(rows.index), plan.s.tile_e // plan.s.features_per_word), jnp.float32)
-    return row_max, jnp.zeros_like(row_max), [acc] * plan.s.features_per_word

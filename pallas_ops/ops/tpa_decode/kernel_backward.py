@@ -103,15 +103,14 @@ def _backward_kernel(
         d_inner: Any = None
         new_dqs = []
         for q, dq in zip(queries, dqs, strict=True):
-            p, ds, u, t, ak_ranks, av_ranks = _scores(q, keys, length, ak, av, inner, bv)
+            weight, ds, u, t, ak_ranks, av_ranks = _scores(q, keys, length, ak, av, inner, bv)
             # Gradients of ak and av come before the products: t and u need no registers then.
-            dav = q.rows.sum_over_queries(join_ranks([p * x for x in t])) * plan.p.value_scale
-            dav = dav.astype(dav_ref.dtype)
+            dav = q.rows.sum_over_queries(join_ranks([weight * x for x in t])).astype(dav_ref.dtype)
             dak = q.rows.sum_over_queries(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
-            dbv = plan.dot(join_ranks([p * x for x in av_ranks]), q.dout, dbv)
             g = join_ranks([ds * x for x in ak_ranks])
             d_inner = plan.dot(g, q.aq, d_inner)
             new_dqs.append(plan.dot(bk.T, g, dq))
+            dbv = plan.dot(join_ranks([weight * x for x in av_ranks]), q.dout, dbv)
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
             store(dak_ref, dak, *stored.heads(q.rows, s.rk))
         store(dbv_ref, dbv, *stored.features(s.rv, s.e))
@@ -153,17 +152,20 @@ def _scores(
     inner: jax.Array,  # bk bq^T, or bk without bq
     bv: jax.Array,
 ) -> tuple[Any, ...]:
-    """p, ds, u, t, ak and av (see above), each [keys / 8, 8, rows]; the last four of each rank."""
+    """p (times its scale), ds, u, t, ak and av (see above), each [keys / 8, 8, rows].
+
+    The last four are lists, of each rank.
+    """
     plan, s, rows = keys.plan, keys.plan.s, q.rows
     ak = heads.load_ranks(keys, rows, ak, s.rk)
-    av = [x * plan.p.value_scale for x in heads.load_ranks(keys, rows, av, s.rv)]
+    av = heads.load_ranks(keys, rows, av, s.rv)
     u = split_ranks(plan.dot_of_ranks(inner, q.aq.T, plan.output_pieces), s.rk)
     t = split_ranks(plan.dot(bv, q.dout.T), s.rv)
     score = reduce(add, map(mul, u, ak)) * plan.p.score_scale
     seen = (keys.seen(rows, length) & rows.inside[None, :]).reshape(score.shape)
     p = jnp.where(seen, exp2((score - q.lse[None, None]) * LOG2E), 0.0)
-    ds = reduce(add, map(mul, t, av)) - q.delta[None, None]
-    return p, ds * p * plan.p.score_scale, u, t, ak, av
+    ds = reduce(add, map(mul, t, av)) * plan.p.value_scale - q.delta[None, None]
+    return p * plan.p.value_scale, ds * p * plan.p.score_scale, u, t, ak, av
 
 
 def _store_queries(

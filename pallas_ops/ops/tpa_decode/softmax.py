@@ -1,0 +1,86 @@
+"""The online softmax of one tile of rows: its state, a step, and what is stored in the end."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ops.core.backend import plgpu
+from pallas_ops.core.fastmath import exp2
+from pallas_ops.core.tiles import HUGE, Ref
+from pallas_ops.ops.tpa_decode import heads, tiles
+from pallas_ops.ops.tpa_decode.keys import Keys
+from pallas_ops.ops.tpa_decode.merge import log_sum_exp
+from pallas_ops.ops.tpa_decode.tiles import Plan, Rows
+from pallas_ops.ops.tpa_decode.words import interleave
+
+
+class State(NamedTuple):
+    """What a tile of rows has of earlier keys."""
+
+    maximum: jax.Array  # [rows]: of the scores, base 2
+    total: jax.Array  # of the exponentials, as `_sums_of_threads` has them
+    accs: list[jax.Array]  # [rows, E], of eight bits two halves: the weighted values
+
+
+class Weights(NamedTuple):
+    """What a step makes of its keys."""
+
+    maximum: jax.Array  # [rows]: with these keys
+    rescale: jax.Array  # [rows]: what earlier sums are multiplied by
+    p: jax.Array  # [rows, keys]: exponentials
+    of_values: jax.Array  # [rows, entries]: p av
+
+
+def empty(plan: Plan, rows: Rows) -> State:
+    count = len(rows.index)
+    total = jax.eval_shape(lambda: _sums_of_threads(plan, jnp.zeros((count, plan.c.block_m))))
+    acc = jnp.zeros((count, plan.s.tile_e // plan.s.features_per_word), jnp.float32)
+    return State(
+        jnp.full(count, -HUGE, jnp.float32),
+        jnp.zeros(total.shape, jnp.float32),
+        [acc] * plan.s.features_per_word,
+    )
+
+
+def weights(keys: Keys, rows: Rows, score: jax.Array, state: State, av: Any) -> Weights:
+    plan, s = keys.plan, keys.plan.s
+    maximum = jnp.maximum(state.maximum, score.max(axis=1))
+    p = exp2(score - maximum[:, None])
+    rescale = exp2(state.maximum - maximum)
+    weight, av = heads.each_rank(p, s.rv), heads.load(keys, rows, av, s.rv)
+    if plan.output_pieces == 1 and s.dtype == "bfloat16":
+        weight, av = weight.astype(jnp.bfloat16), av.astype(jnp.bfloat16)
+    return Weights(maximum, rescale, p, weight * av)
+
+
+def add_values(plan: Plan, state: State, step: Weights, bv: list[jax.Array]) -> State:
+    """The state of earlier keys, and these keys' values."""
+    rescale, pairs = step.rescale[:, None], zip(bv, state.accs, strict=True)
+    accs = [plan.dot(step.of_values, x, acc * rescale) for x, acc in pairs]
+    if len(plan.tiles) > 1:
+        # Needed: the first tile's wgmma may still read bv in the next step, whose copy overwrites
+        # it, as the other tile (mma) read it too. A use of acc makes Triton wait for the product.
+        accs = [acc + 0.0 for acc in accs]
+    total = state.total * (rescale if state.total.ndim == 2 else step.rescale)
+    return State(step.maximum, total + _sums_of_threads(plan, step.p), accs)
+
+
+def _sums_of_threads(plan: Plan, p: jax.Array) -> jax.Array:
+    """p [rows, keys] summed over the keys of each thread, or [rows] over all keys.
+
+    Fewer than 64 rows have their keys in several warps, which exchange sums through shared memory:
+    `store` does that, once. Every 32nd entry of a row belongs to the same thread.
+    """
+    width = 32 // plan.s.most_ranks
+    if len(p) >= 64:
+        return p.sum(axis=1)
+    return p.reshape(len(p), -1, width).sum(axis=1) if 0 < width < p.shape[1] else p
+
+
+def store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> None:
+    total = state.total.sum(axis=1) if state.total.ndim == 2 else state.total
+    lse, nonzero = log_sum_exp(state.maximum, total)
+    out = interleave(state.accs) * (plan.p.value_scale / nonzero)[:, None]
+    tiles.store(out_ref, out, *rows.tile_indices(plan.s.e))
+    plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
