@@ -135,18 +135,18 @@ def test_scores_in_the_tens_keep_their_precision(rng: Rng, dtype: Any) -> None:
     assert_as_good_as_reference(both(KERNEL)(*xs), both("xla")(*xs), loop(xs, [128] * 16))
 
 
-@pytest.mark.parametrize("h", [3, 34, 61])
-@pytest.mark.parametrize("common", [0, 3000])
-def test_outputs_do_not_see_what_all_scores_have_in_common(rng: Rng, h: int, common: int) -> None:
+@pytest.mark.parametrize("common", [3000, 0])
+def test_outputs_do_not_see_what_all_scores_have_in_common(rng: Rng, common: int) -> None:
     """Without a log-sum-exp scores may keep fewer bits, but not of what they differ by."""
-    aq, ak, av, bq, bk, bv = factors(rng, b=1, m=600, h=h, r=6, d=64, e=16)
-    bk += common * rng.standard_normal((1, 1, 64), np.float32)
-    given = (aq * 4, jnp.ones_like(ak), av, bq, bk, bv)
-    xs = tuple(x.astype(jnp.bfloat16) for x in given)
-    got, own = (pallas_ops.tpa_decode(*xs, implementation=x) for x in (KERNEL, "xla"))
-    truth = loop(xs, [600])
-    assert_as_good_as_reference(got, own, truth[0])
-    assert_as_good_as_reference(both(KERNEL)(*xs), both("xla")(*xs), truth)
+    for h in 3, 34:  # rank first, and with q formed
+        aq, ak, av, bq, bk, bv = factors(rng, b=1, m=200, h=h, r=6, d=64, e=16)
+        bk += common * rng.standard_normal((1, 1, 64), np.float32)
+        given = (aq * 4, jnp.ones_like(ak), av, bq, bk, bv)
+        xs = tuple(x.astype(jnp.bfloat16) for x in given)
+        got, own = (pallas_ops.tpa_decode(*xs, implementation=x) for x in (KERNEL, "xla"))
+        truth = loop(xs, [200])
+        assert_as_good_as_reference(got, own, truth[0])
+        assert_as_good_as_reference(both(KERNEL)(*xs), both("xla")(*xs), truth)
 
 
 @pytest.mark.slow
