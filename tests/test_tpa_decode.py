@@ -19,6 +19,7 @@ from tests.support import (
     in_turn,
     kernel_implementation,
     random_cotangents,
+    to_float64,
     value_and_vjp,
 )
 from tests.tpa_decode import both, factors, loop, loop_gradients, pulled
@@ -135,18 +136,17 @@ def test_scores_in_the_tens_keep_their_precision(rng: Rng, dtype: Any) -> None:
     assert_as_good_as_reference(both(KERNEL)(*xs), both("xla")(*xs), loop(xs, [128] * 16))
 
 
-@pytest.mark.parametrize("common", [3000, 0])
-def test_outputs_do_not_see_what_all_scores_have_in_common(rng: Rng, common: int) -> None:
-    """Without a log-sum-exp scores may keep fewer bits, but not of what they differ by."""
-    for h in 3, 34:  # rank first, and with q formed
-        aq, ak, av, bq, bk, bv = factors(rng, b=1, m=200, h=h, r=6, d=64, e=16)
-        bk += common * rng.standard_normal((1, 1, 64), np.float32)
-        given = (aq * 4, jnp.ones_like(ak), av, bq, bk, bv)
-        xs = tuple(x.astype(jnp.bfloat16) for x in given)
-        got, own = (pallas_ops.tpa_decode(*xs, implementation=x) for x in (KERNEL, "xla"))
-        truth = loop(xs, [200])
-        assert_as_good_as_reference(got, own, truth[0])
-        assert_as_good_as_reference(both(KERNEL)(*xs), both("xla")(*xs), truth)
+@pytest.mark.parametrize(("h", "unseen", "common"), [(3, 0, 3000), (34, 4000, 0)])
+def test_terms_of_a_score_may_cancel(rng: Rng, h: int, unseen: int, common: int) -> None:
+    """Keys differ much more where no query looks (q is formed), or have 3,000 in common."""
+    aq, ak, av, bq, bk, bv = factors(rng, jnp.bfloat16, b=1, m=200, h=h, r=6, d=64, e=16)
+    seen = np.linalg.qr(to_float64(bq[0, 0]).T).Q
+    some = rng.standard_normal((1, 200, 64))
+    offset = unseen * (some - some @ seen @ seen.T) + common * rng.standard_normal(64)
+    bk = (to_float64(bk) + offset).astype(jnp.bfloat16)
+    xs = (aq, jnp.ones_like(ak), av, bq, jnp.asarray(bk), bv)
+    got, own = (pallas_ops.tpa_decode(*xs, implementation=x) for x in (KERNEL, "xla"))
+    assert_as_good_as_reference(got, own, loop(xs, [200])[0])
 
 
 @pytest.mark.slow

@@ -61,7 +61,11 @@ REFUSED = [
     ),
     (dict(window=0), ValueError, "window is 0; accepted: an int >= 1"),
     (dict(window=1.5), TypeError, "window is 1.5; accepted: an int >= 1"),
-    (dict(precision="high"), ValueError, "precision is 'high'; accepted: None, 'highest' or"),
+    (
+        dict(precision="exact"),
+        ValueError,
+        "precision is 'exact'; accepted: None, 'highest', 'high'",
+    ),
     (dict(batch_invariant=1), TypeError, "batch_invariant is 1; accepted: True or False"),
     (
         dict(batch_invariant=True, config=TpaDecodeConfig(block_h=16)),

@@ -90,6 +90,19 @@ def test_eight_bits(rng: Rng, dtype8: Any) -> None:
     assert_as_good_as_reference(got, own, loop(widened(xs), [70, 70])[0])
 
 
+@pytest.mark.parametrize("h", [8, 34])
+def test_scores_of_high_precision_keep_16_bits(rng: Rng, h: int) -> None:
+    xs = factors(rng, jnp.bfloat16, b=4, m=128, h=h, r=6, d=64, e=32, rk=2, rv=2)
+    xs = (xs[0] * 20, *xs[1:])
+    want = loop(xs, [128] * 4)[1]
+    largest = loop((*map(abs, xs[:4]), abs(xs[4]), xs[5]), [128] * 4)[1].max()
+    error = abs(to_float64(both(KERNEL, precision="high")(*xs)[1]) - want).max()
+    assert 2.0**-24 * largest < error < 2.0**-16 * largest
+    # A call that is differentiated ignores it.
+    got, exact = (jax.vjp(both(KERNEL, **x), *xs)[0] for x in (dict(precision="high"), {}))
+    assert jnp.array_equal(got[1], exact[1])
+
+
 def test_names_of_precisions(rng: Rng) -> None:
     xs = factors(rng)
 
@@ -98,6 +111,7 @@ def test_names_of_precisions(rng: Rng) -> None:
         return str(jax.make_jaxpr(decode)(*xs))
 
     assert program(None) == program("highest") == program(jax.lax.Precision.HIGHEST)
+    assert program("high") == program(jax.lax.Precision.HIGH) != program(None)
     assert program("default") == program(jax.lax.Precision.DEFAULT) != program(None)
 
 

@@ -52,8 +52,7 @@ def tpa_decode(
 
     Computed in float32 and returned in the dtype of aq; nothing else is rounded to 16 bits, but see
     `precision`, and Returns for quantised factors. Tensor cores keep 16 or more significant bits of
-    a float32 operand, and 21 where scores are made (16 of q with 33 to 64 bfloat16 heads, unless
-    the log-sum-exp is a result). Gradients take a block of queries at a time.
+    a float32 operand, and 21 where scores are made. Gradients take a block of queries at a time.
     From 256 queries of one rank on (64 of two) they form keys and values. Where not even one query
     fits the card (more than 256 heads, wide float32 factors) they are the reference's, with a
     warning, or an error if implementation="triton".
@@ -81,15 +80,17 @@ def tpa_decode(
       scale: default D**-0.5; scale_q: default 1 / R (1 if bq is None); scale_k: default 1 / Rk;
         scale_v: default 1 / Rv. Finite numbers, or real arrays of shape [], which may be traced
         and are differentiable; an array as scale, scale_q or scale_k makes the queries float32.
-      precision: None or "highest" is the above. "default" is what JAX's default means on a GPU: the
+      precision: None or "highest" is the above. With "high" the scores of bfloat16 factors keep 16
+        bits: they are within 2**-16 of the largest scaled sum of |aq_r bq_rd k_d|. Other dtypes and
+        calls that are differentiated keep more. "default" is JAX's default on a GPU: the
         kernels round q, the weights of the values, and the results of the cache's parts to the
         dtype of the cache (float32: products are TF32's). The output's error is then at most twice
         that of rounding q, k and v; log-sum-exps are within 2**-9 of the largest scaled sum of
         |q_d k_d|. With 16 bits, from some hundred queries on, if D = E is a multiple of 8
         up to 128, without `window`, `batch_invariant` and `config`, k and v are formed and cuDNN
         attends to them (at most four times the error of rounding q, k and v). Without `lengths`
-        and log-sum-exp cuDNN also computes the gradient. `jax.lax.Precision.HIGHEST` and `.DEFAULT`
-        mean the same; jax.numpy always computes in float32.
+        and log-sum-exp cuDNN also computes the gradient. `jax.lax.Precision.HIGHEST`, `.HIGH` and
+        `.DEFAULT` mean the same; jax.numpy always computes in float32.
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
         the other rows are; the output (not the log-sum-exp) also in a cache of another size. The
         keys are then divided into parts of 512, and not by what fills the card (1.1 to 1.3 times

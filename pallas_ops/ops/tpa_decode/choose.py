@@ -57,9 +57,8 @@ def _choose_keys(
     num_splits, keys = keys_of_split(1)
     loop = _loop(s, block_h, rows, keys)
     least = max(8, 16 // min(s.tile_rk, s.tile_rv))  # the tensor cores' sixteen entries
-    num_warps, most_programs = loop.num_warps, loop.most_programs
-    if num_warps is None:
-        num_warps = 4 if rows * s.tile_e <= 64 * 128 else 8
+    num_warps = loop.num_warps or (4 if rows * s.tile_e <= 64 * 128 else 8)
+    most_programs = loop.most_programs
     if s.is_quantised_bfloat16 and s.tile_e // s.features_per_word <= rows < 64:
         # Triton gives each warp 16 rows of a tile that has as many rows as columns.
         num_warps, most_programs = rows // 16, 4
@@ -75,7 +74,7 @@ def _choose_keys(
     taken = float(forward_bytes(s, c, has_wgmma=False))
     taken *= 2 / 3 if s.gathers(block_h) and s.pages is None else 5 / 6
     # With fewer keys a second program does not pay for its beginning, its end and the merge.
-    least_keys = (48 if loop.num_warps else 96) * num_warps
+    least_keys = 96 if loop.num_warps else 96 * num_warps
     if block_h > 32 and s.gathers(block_h):
         needs_few = block_h > 64 or (block_h <= 48 and s.has_bq)
         least_keys = 3 * c.block_m if needs_few else 48 * num_warps
@@ -98,7 +97,7 @@ def _overfills_tensor_memory(s: Sizes, rows: int, block_n: int) -> bool:
 
 
 class _Loop(NamedTuple):
-    """A loop over keys: how many are a block, its stages, and the programs of a multiprocessor."""
+    """A loop over keys: how many are a block, its stages, programs of a multiprocessor, warps."""
 
     block_m: int
     num_stages: int = 3
@@ -127,9 +126,11 @@ def _loop(s: Sizes, block_h: int, rows: int, keys: int) -> _Loop:
         return _Loop(short, most_programs=2)
     if s.is_quantised_bfloat16:
         return _Loop(usual, most_programs=2)
-    has_two_ranks = s.most_ranks == 2 and s.has_few_features and s.dtype == "bfloat16"
-    if rows == 32 and keys >= 192 and has_two_ranks and s.prefetches_heads(block_h):
-        # Two warps exchange less than four do: up to 11 % less time with 17 to 31 heads.
+    is_plain = s.dtype == "bfloat16" and not (s.wide_queries or s.quantised)
+    has_two_ranks = s.most_ranks == 2 and s.has_few_features and s.prefetches_heads(block_h)
+    if 16 < block_h < rows == 32 and keys >= 192 and is_plain and has_two_ranks:
+        # Two warps exchange less than four: up to 11 % less time. (1 to 2 % more with 17 to 24
+        # heads and 1,024 keys a program.)
         return _Loop(32, most_programs=2, num_warps=2)
     is_long = usual == 64 and keys >= 1024 and s.most_ranks == 1
     return _Loop(usual, 4 if is_long else 3, 2 if gathers else 1)

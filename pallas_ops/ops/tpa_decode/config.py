@@ -10,7 +10,7 @@ from pallas_ops.core import checks, triton_ext
 from pallas_ops.core.dispatch import Implementation
 from pallas_ops.core.tiles import power_of_two
 
-Precision = Literal["highest", "default"]
+Precision = Literal["highest", "high", "default"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class Sizes:
         5 % less time.
         """
         fits = 32 < self.h <= 64 and self.tile_d <= 64 and self.dtype == "bfloat16"
-        return self.has_bq and self.precision == "highest" and not fits
+        return self.has_bq and self.precision != "default" and not fits
 
     @property
     def tile_d(self) -> int:

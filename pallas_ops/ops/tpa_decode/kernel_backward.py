@@ -110,6 +110,7 @@ def _backward_kernel(
             g = join_ranks([ds * x for x in ak_ranks])
             d_inner = plan.dot(g, q.aq, d_inner)
             new_dqs.append(plan.dot(bk.T, g, dq))
+            # Last, because ptxas then spills less: 2 % less time with 78 heads.
             dbv = plan.dot(join_ranks([weight * x for x in av_ranks]), q.dout, dbv)
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
             store(dak_ref, dak, *stored.heads(q.rows, s.rk))
@@ -152,9 +153,9 @@ def _scores(
     inner: jax.Array,  # bk bq^T, or bk without bq
     bv: jax.Array,
 ) -> tuple[Any, ...]:
-    """p (times its scale), ds, u, t, ak and av (see above), each [keys / 8, 8, rows].
+    """Weights (p times the scale of values), ds, u, t, ak and av (see above).
 
-    The last four are lists, of each rank.
+    Each is a tile [keys / 8, 8, rows], of the last four one for each rank.
     """
     plan, s, rows = keys.plan, keys.plan.s, q.rows
     ak = heads.load_ranks(keys, rows, ak, s.rk)

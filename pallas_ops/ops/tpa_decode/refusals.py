@@ -14,6 +14,7 @@ from pallas_ops.ops.tpa_decode.config import Operands, Params, Precision, TpaDec
 QUANTISED = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
 PRECISIONS: dict[Any, Precision] = {
     **dict.fromkeys((None, "highest", lax.Precision.HIGHEST), "highest"),
+    **dict.fromkeys(("high", lax.Precision.HIGH), "high"),
     **dict.fromkeys(("default", lax.Precision.DEFAULT), "default"),
 }
 
@@ -39,9 +40,8 @@ def static(
     if o.page_table is not None and axis_name is not None:
         raise ValueError("page_table and axis_name are both given; accepted: one of them")
     if not isinstance(precision, str | lax.Precision | None) or precision not in PRECISIONS:
-        raise ValueError(
-            f"{checks.shown('precision', precision)}; accepted: None, 'highest' or 'default'"
-        )
+        accepted = "None, 'highest', 'high' or 'default'"
+        raise ValueError(f"{checks.shown('precision', precision)}; accepted: {accepted}")
     batch_invariant = checks.flag("batch_invariant", batch_invariant)
     if batch_invariant and config is not None:
         raise ValueError("config and batch_invariant are both given; accepted: one of them")

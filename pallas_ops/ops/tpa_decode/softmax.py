@@ -19,12 +19,12 @@ class State(NamedTuple):
     """What a tile of rows has of earlier keys."""
 
     maximum: jax.Array  # [rows]: of the scores, base 2
-    total: jax.Array  # of the exponentials, as `_sums_of_threads` has them
-    accs: list[jax.Array]  # [rows, E], of eight bits two halves: the weighted values
+    total: jax.Array  # [rows] or [rows, parts]: sums of exponentials (`_sums_of_threads`)
+    accs: list[jax.Array]  # [rows, E], of eight bits two tiles: weighted sums of values
 
 
 class Weights(NamedTuple):
-    """What a step makes of its keys."""
+    """What a block of keys adds to a state."""
 
     maximum: jax.Array  # [rows]: with these keys
     rescale: jax.Array  # [rows]: what earlier sums are multiplied by
@@ -44,6 +44,7 @@ def empty(plan: Plan, rows: Rows) -> State:
 
 
 def weights(keys: Keys, rows: Rows, score: jax.Array, state: State, av: Any) -> Weights:
+    """One step of the online softmax: the new maximum, and the exponentials times av."""
     plan, s = keys.plan, keys.plan.s
     maximum = jnp.maximum(state.maximum, score.max(axis=1))
     p = exp2(score - maximum[:, None])
@@ -69,10 +70,11 @@ def add_values(plan: Plan, state: State, step: Weights, bv: list[jax.Array]) -> 
 def _sums_of_threads(plan: Plan, p: jax.Array) -> jax.Array:
     """p [rows, keys] summed over the keys of each thread, or [rows] over all keys.
 
-    Fewer than 64 rows have their keys in several warps, which exchange sums through shared memory:
-    `store` does that, once. Every 32nd entry of a row belongs to the same thread.
+    With fewer than 64 rows the keys of a row usually are in several warps, which exchange sums
+    through shared memory: `store` does that, once. Four warps of the tensor cores' layout have
+    eight entries each, so every 32nd entry of a row belongs to the same thread.
     """
-    width = 32 // plan.s.most_ranks
+    width = 32 // plan.s.tile_rk
     if len(p) >= 64:
         return p.sum(axis=1)
     return p.reshape(len(p), -1, width).sum(axis=1) if 0 < width < p.shape[1] else p

@@ -62,18 +62,12 @@ class Plan:
 
     @property
     def score_pieces(self) -> Pieces:
-        """The same where scores are made; with three the log-sum-exp keeps 24 bits (21 in TF32).
-
-        Without a log-sum-exp a formed q has two pieces, 16 bits. What its error adds to the scores
-        of all keys alike cancels in the softmax; the rest is less than what the output is rounded
-        by. (An error of bq bk^T would be another one for each key.)
-        """
+        """The same where scores are made; with three the log-sum-exp keeps 24 bits (21 in TF32)."""
         s = self.s
         if s.precision == "default":
             return 1
-        forms_query = s.has_bq and not s.is_rank_first
-        needs_few = forms_query and self.p.out_dtype == "bfloat16" and not self.p.has_lse
-        return 2 if s.is_quantised_bfloat16 or needs_few else 3
+        is_high = s.precision == "high" and s.dtype == "bfloat16" and not s.wide_queries
+        return 2 if is_high or s.is_quantised_bfloat16 else 3
 
     @property
     def rank_slots(self) -> int:

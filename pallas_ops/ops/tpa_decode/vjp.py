@@ -100,9 +100,10 @@ _attention = jax.custom_vjp(partial(_call, FORWARD), nondiff_argnums=(0,))
 def _of_gradient(p: Params, o: Operands) -> Params:
     """The Params of a call that is differentiated: exact for a single query and a 16-bit cache.
 
-    Rounding its q, as precision="default" does, would make the backward pass slower.
+    Rounding its q, as precision="default" does, would make the backward pass slower, which has no
+    other form for "high".
     """
-    is_exact = o.aq.shape[1] == 1 and o.ak.dtype.itemsize == 2
+    is_exact = p.precision == "high" or (o.aq.shape[1] == 1 and o.ak.dtype.itemsize == 2)
     return dataclasses.replace(p, precision="highest") if is_exact else p
 
 
