@@ -129,8 +129,8 @@ def _loop(s: Sizes, block_h: int, rows: int, keys: int) -> _Loop:
     is_plain = s.dtype == "bfloat16" and not (s.wide_queries or s.quantised)
     has_two_ranks = s.most_ranks == 2 and s.has_few_features and s.prefetches_heads(block_h)
     if 16 < block_h < rows == 32 and keys >= 192 and is_plain and has_two_ranks:
-        # Two warps exchange less than four: up to 11 % less time. (1 to 2 % more with 17 to 24
-        # heads and 1,024 keys a program.)
+        # Two warps exchange fewer maxima and weights than four do: up to 11 % less time (1 to 2 %
+        # more with 17 to 24 heads and 1,024 keys a program).
         return _Loop(32, most_programs=2, num_warps=2)
     is_long = usual == 64 and keys >= 1024 and s.most_ranks == 1
     return _Loop(usual, 4 if is_long else 3, 2 if gathers else 1)

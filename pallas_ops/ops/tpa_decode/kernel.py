@@ -2,8 +2,8 @@
 
 A program holds rows (queries x heads) and streams keys. Where `Sizes.is_rank_first`, q is not
 formed: q k^T = aq (bq bk^T). The long product has factors on both sides, so it is exact in 16 bits,
-and needs a tile of R rows instead of H. The short one has float32 scores beside aq, in three pieces
-(`Plan.score_pieces`), as the log-sum-exp is float32.
+and needs a tile of R rows instead of H. The short one has float32 scores beside aq, in two or three
+pieces (`Plan.score_pieces`).
 """
 
 from functools import partial

@@ -153,9 +153,9 @@ def _scores(
     inner: jax.Array,  # bk bq^T, or bk without bq
     bv: jax.Array,
 ) -> tuple[Any, ...]:
-    """Weights (p times the scale of values), ds, u, t, ak and av (see above).
+    """p times the scale of values, ds, and lists of u, t, ak and av of each rank (see above).
 
-    Each is a tile [keys / 8, 8, rows], of the last four one for each rank.
+    All are tiles [keys / 8, 8, rows].
     """
     plan, s, rows = keys.plan, keys.plan.s, q.rows
     ak = heads.load_ranks(keys, rows, ak, s.rk)

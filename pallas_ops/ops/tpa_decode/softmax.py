@@ -71,8 +71,8 @@ def _sums_of_threads(plan: Plan, p: jax.Array) -> jax.Array:
     """p [rows, keys] summed over the keys of each thread, or [rows] over all keys.
 
     With fewer than 64 rows the keys of a row usually are in several warps, which exchange sums
-    through shared memory: `store` does that, once. Four warps of the tensor cores' layout have
-    eight entries each, so every 32nd entry of a row belongs to the same thread.
+    through shared memory: `store` does that, once. In the tensor cores' layout each of four warps
+    has eight entries in turn, so every 32nd entry of a row belongs to the same thread.
     """
     width = 32 // plan.s.tile_rk
     if len(p) >= 64:

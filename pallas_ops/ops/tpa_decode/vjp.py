@@ -98,10 +98,9 @@ _attention = jax.custom_vjp(partial(_call, FORWARD), nondiff_argnums=(0,))
 
 
 def _of_gradient(p: Params, o: Operands) -> Params:
-    """The Params of a call that is differentiated: exact for a single query and a 16-bit cache.
+    """The Params of a call that is differentiated: exact for "high", and for one query in 16 bits.
 
-    Rounding its q, as precision="default" does, would make the backward pass slower, which has no
-    other form for "high".
+    The backward pass has no form for "high". With one query, rounding q would make it slower.
     """
     is_exact = p.precision == "high" or (o.aq.shape[1] == 1 and o.ak.dtype.itemsize == 2)
     return dataclasses.replace(p, precision="highest") if is_exact else p
