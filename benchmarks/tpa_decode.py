@@ -71,7 +71,7 @@ def kernel(
     name: str,
     config: Callable[..., TpaDecodeConfig | None],
     note: str,
-    precision: Literal["default"] | None = None,
+    precision: Literal["high", "default"] | None = None,
     **options: Any,
 ) -> Provider:
     def make(**point: Any) -> Function:
@@ -79,6 +79,12 @@ def kernel(
         return of_model(partial(tpa_decode, config=config(**point), **given), point["model"])
 
     return Provider(name=name, make=make, kernel=True, note=note, **options)
+
+
+def scores_bound(*, model: str, **_: Any) -> bool:
+    """Whether fewer bits in scores save time: q has factors, and there are more than 32 heads."""
+    x = MODELS[model]
+    return x.heads > 32 and x.rank is not None and not x.is_served
 
 
 def function(name: str, call: Function, note: str, **options: Any) -> Provider:
@@ -169,6 +175,14 @@ BENCHMARK = Benchmark(
         kernel("plbh", parallel_bh, "parallel over b and h", sizes="few"),
         kernel("plbn", parallel_bn, "parallel over b and parts of 512 keys", sizes="few"),
         kernel("pallas", lambda **_: None, "the default: chosen by shape"),
+        kernel(
+            "high",
+            lambda **_: None,
+            'precision="high": scores keep 16 bits',
+            precision="high",
+            modes=("fwd",),  # a gradient is exact
+            has=scores_bound,
+        ),
         kernel(
             "rounded",
             lambda **_: None,
