@@ -73,17 +73,21 @@ def _choose_keys(
     # Launches take less than the bound, above all where head factors are loaded into registers.
     taken = float(forward_bytes(s, c, has_wgmma=False))
     taken *= 2 / 3 if s.gathers(block_h) and s.pages is None else 5 / 6
-    # With fewer keys a second program does not pay for its beginning, its end and the merge.
-    least_keys = 96 if loop.num_warps else 96 * num_warps
-    if block_h > 32 and s.gathers(block_h):
-        needs_few = block_h > 64 or (block_h <= 48 and s.has_bq)
-        least_keys = 3 * c.block_m if needs_few else 48 * num_warps
+    least_keys = 96 if loop.num_warps else _least_keys(s, c)
     for programs in range(2, most_programs + 1):
         splits, keys = keys_of_split(programs)
         if keys >= least_keys * (programs - 1) and taken <= card.shared_memory // programs:
             c = dataclasses.replace(c, num_splits=splits)
     bytes_of = partial(forward_bytes, has_wgmma=card.capability // 10 == 9)
     return fit(s, c, bytes_of, card, least=least)
+
+
+def _least_keys(s: Sizes, c: TpaDecodeConfig) -> int:
+    """With fewer keys a second program does not pay for its beginning, its end and the merge."""
+    if c.block_h <= 32 or not s.gathers(c.block_h):
+        return 96 * c.num_warps
+    needs_few = c.block_h > 64 or (c.block_h <= 48 and s.has_bq)
+    return 3 * c.block_m if needs_few else 48 * c.num_warps
 
 
 def _overfills_tensor_memory(s: Sizes, rows: int, block_n: int) -> bool:
