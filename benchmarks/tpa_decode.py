@@ -82,7 +82,7 @@ def kernel(
 
 
 def scores_bound(*, model: str, **_: Any) -> bool:
-    """Whether fewer bits in scores save time: q has factors, and there are more than 32 heads."""
+    """Whether fewer bits in scores may save time: factored queries of more than 32 heads."""
     x = MODELS[model]
     return x.heads > 32 and x.rank is not None and not x.is_served
 
@@ -180,7 +180,7 @@ BENCHMARK = Benchmark(
             lambda **_: None,
             'precision="high": scores keep 16 bits',
             precision="high",
-            modes=("fwd",),  # a gradient is exact
+            modes=("fwd",),  # calls that are differentiated use "highest"
             has=scores_bound,
         ),
         kernel(

@@ -83,7 +83,7 @@ def _choose_keys(
 
 
 def _least_keys(s: Sizes, c: TpaDecodeConfig) -> int:
-    """With fewer keys a second program does not pay for its beginning, its end and the merge."""
+    """The keys of a program from which on a second one pays for its own start, end and merge."""
     if c.block_h <= 32 or not s.gathers(c.block_h):
         return 96 * c.num_warps
     needs_few = c.block_h > 64 or (c.block_h <= 48 and s.has_bq)
