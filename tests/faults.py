@@ -68,7 +68,7 @@ FAULTS = {
         "return page * size + lax.rem(key, size)",
     ),
     "splits are merged without their weights": Fault(
-        "ops/tpa_decode/merge.py", "(out * weight[:, :, None])", "out"
+        "ops/tpa_decode/merge.py", " * weight[:, :, None]", ""
     ),
     "the sign of eight bits": Fault(
         "ops/tpa_decode/words.py", "mov.b32 minus, 0xBF80BF80;", "mov.b32 minus, 0x3F803F80;"

@@ -77,3 +77,16 @@ def test_more_splits_are_merged_than_a_program_has_threads(rng: Rng) -> None:
     assert_close((merged, total), (want, np.log(weight.sum(axis=1))), terms=3000)
     program = compile_for_h200(partial(merge, out_dtype="float32", block=4096), out, lse)
     assert ".reqntid 512" in program.ptx[0]
+
+
+def test_splits_without_keys_change_no_bit_of_a_merge(rng: Rng) -> None:
+    """However many there are, and in however many launches they are merged."""
+    out, lse = random_array(rng, (1, 60, 2, 3)), random_array(rng, (1, 60, 2))
+    lse = lse.at[0, 7].set(-np.inf)
+    with launch.interpreted(True):
+        want = merge(out, lse, "float32", 64)
+        for more in (4, 5, 64 * 64 - 59):
+            zeros = jnp.pad(out, [(0, 0), (0, more), (0, 0), (0, 0)])
+            blind = jnp.pad(lse, [(0, 0), (0, more), (0, 0)], constant_values=-np.inf)
+            got = merge(zeros, blind, "float32", 64)
+            assert all((x == y).all() for x, y in zip(got, want, strict=True)), more

@@ -20,25 +20,31 @@ def dot(
 
     Products of two bfloat16 or two float16 numbers are exact in float32. A float32 tile that
     meets a bfloat16 one is taken as the sum of `pieces` bfloat16 tiles: one is within 2**-9 of it;
-    two within 2**-16, enough for what is rounded to 16 bits in the end; three hold all of its bits,
-    and a float16 tile that meets them is the sum of two. Any other pair runs as three TF32 products
-    (within 2**-21): float16 pieces of a float32 number would overflow. With one piece a float32
-    tile that meets a float16 one is rounded to float16, and two of float32 run as one TF32 product.
+    two within 2**-16, enough for what is rounded to bfloat16 in the end; three hold all of its
+    bits. One that meets a float16 tile, which becomes the sum of two, has three of them: float16
+    pieces would overflow. Of their six products, all but the least are enough for what is rounded
+    to float16 (within 2**-21). Two float32 tiles run as three TF32 products (within 2**-21 too).
+    With one piece a float32 tile that meets a float16 one is rounded to float16, and two of float32
+    run as one TF32 product.
     """
     if pieces == 1 and jnp.float16 in (a.dtype, b.dtype):
         a, b = a.astype(jnp.float16), b.astype(jnp.float16)
     if a.dtype == b.dtype and a.dtype != jnp.float32:
         return _product(a, b, acc)
-    if jnp.bfloat16 in (a.dtype, b.dtype) or (pieces == 3 and jnp.float16 in (a.dtype, b.dtype)):
-        products = itertools.product(_bfloat16_pieces(a, pieces), _bfloat16_pieces(b, pieces))
-        for x, y in reversed(list(products)):  # small ones first: the tensor cores truncate sums
+    if a.dtype != jnp.float32 or b.dtype != jnp.float32:
+        has_float16 = jnp.float16 in (a.dtype, b.dtype)
+        tiles = (_bfloat16_pieces(x, 3 if has_float16 else pieces) for x in (a, b))
+        products = list(itertools.product(*tiles))
+        if has_float16 and pieces == 2:
+            products.pop()
+        for x, y in reversed(products):  # small ones first: the tensor cores truncate sums
             acc = _product(x, y, acc)
         assert acc is not None
         return acc
     tf32 = lax.DotAlgorithmPreset.TF32_TF32_F32, lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     # No CPU has the TF32 algorithms.
     precision = lax.Precision.HIGHEST if launch.is_interpreted() else tf32[pieces > 1]
-    return _product(a.astype(jnp.float32), b.astype(jnp.float32), acc, precision)
+    return _product(a, b, acc, precision)
 
 
 def dot_in_slots(a: jax.Array, b: jax.Array, *, pieces: Pieces, size: int) -> jax.Array:

@@ -12,7 +12,7 @@ from pallas_ops.core.fastmath import LOG2E
 from pallas_ops.core.launch import launch
 from pallas_ops.core.tiles import HUGE, Ref, power_of_two, span
 from pallas_ops.ops.tpa_decode.config import tile
-from pallas_ops.ops.tpa_decode.tiles import per_batch, store
+from pallas_ops.ops.tpa_decode.tiles import per_batch, per_split, store
 
 
 def merge(
@@ -20,33 +20,36 @@ def merge(
 ) -> tuple[jax.Array, jax.Array]:
     """Partial results out [B, S, rows, E] and lse [B, S, rows], merged over S.
 
-    At most `block` splits are merged at a time, and at most 1,024. A program takes few rows and
-    columns, so that a thread has 64 numbers, of all splits if these are few.
+    One launch merges `block` splits (at most 1,024) at a time; if these are not all, another one
+    merges what came of it. A program takes few rows and columns, so that a thread has 64 numbers,
+    of all its splits if these are few.
     """
-    (b, _, rows, e), block = out.shape, min(block, 1024)
+    (b, splits, rows, e), block = out.shape, min(block, 1024)
     size, width = (4, min(64, tile(e))) if block <= 64 else (1, 32)
+    blocks = pl.cdiv(splits, block)
+    dtype = jnp.dtype(out_dtype if blocks == 1 else jnp.float32)
     results = [
-        jax.ShapeDtypeStruct((b, rows, e), jnp.dtype(out_dtype)),
-        jax.ShapeDtypeStruct((b, rows), jnp.float32),
+        jax.ShapeDtypeStruct((b, blocks, rows, e), dtype),
+        jax.ShapeDtypeStruct((b, blocks, rows), jnp.float32),
     ]
-    merged, merged_lse = launch(
+    out, lse = launch(
         partial(_merge_kernel, block=block, size=size, width=width),
         out,
         lse,
         name="tpa_decode_merge",
-        grid=(pl.cdiv(rows, size), pl.cdiv(e, width), b),
+        grid=(pl.cdiv(rows, size), pl.cdiv(e, width), blocks, b),
         in_specs=[per_batch(out), per_batch(lse)],
-        out_specs=[*map(per_batch, results)],
+        out_specs=[*map(per_split, results)],
         out_shape=results,
         num_warps=max(1, block * size * width // 2048),
     )
-    return merged, merged_lse
+    return merge(out, lse, out_dtype, block) if blocks > 1 else (out[:, 0], lse[:, 0])
 
 
 def _merge_kernel(
     out_ref: Ref,  # [S, rows, E]
     lse_ref: Ref,  # [S, rows]
-    merged_ref: Ref,  # [rows, E]
+    merged_ref: Ref,  # [rows, E], of this block
     merged_lse_ref: Ref,  # [rows]
     *,
     block: int,
@@ -56,39 +59,21 @@ def _merge_kernel(
     splits, rows, e = out_ref.shape
     i = pl.program_id(0) * size + span(size)
     j = pl.program_id(1) * width + span(width)
-
-    def of_block(first: jax.Array | int) -> tuple[jax.Array, ...]:
-        k = first + span(block)
-        inside = (k < splits)[:, None] & (i < rows)[None, :]
-        lse = plgpu.load(lse_ref.at[k[:, None], i[None, :]], mask=inside, other=-jnp.inf) * LOG2E
-        place = k[:, None, None], i[None, :, None], j[None, None, :]
-        mask = inside[:, :, None] & (j < e)[None, None, :]
-        out = plgpu.load(out_ref.at[place], mask=mask, other=jnp.zeros((), out_ref.dtype))
-        out = out.astype(jnp.float32)
-        top = jnp.maximum(lse.max(axis=0), -HUGE)
-        weight = jnp.exp2(lse - top[None, :])
-        return top, weight.sum(axis=0), (out * weight[:, :, None]).sum(axis=0)
-
-    def step(k: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Splits without keys change no bit."""
-        tops, totals, accs = zip(carry, of_block(k * block), strict=True)
-        top = jnp.maximum(*tops)
-        first, second = (jnp.exp2(x - top) for x in tops)
-        total = totals[0] * first + totals[1] * second
-        return top, total, accs[0] * first[:, None] + accs[1] * second[:, None]
-
-    top, total, acc = of_block(0)
-    if splits > block:
-        top, total, acc = lax.fori_loop(1, pl.cdiv(splits, block), step, (top, total, acc))
-    lse, nonzero = log_sum_exp(top, total)
-    store(merged_ref, acc / nonzero[:, None], i, j, (i < rows)[:, None] & (j < e)[None, :])
-    plgpu.store(merged_lse_ref.at[i], lse, mask=(i < rows) & (pl.program_id(1) == 0))
-
-
-def log_sum_exp(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The log-sum-exp of a maximum (base 2) and its sum, and what the output is divided by."""
+    k = pl.program_id(2) * block + span(block)
+    inside = (k < splits)[:, None] & (i < rows)[None, :]
+    lse = plgpu.load(lse_ref.at[k[:, None], i[None, :]], mask=inside, other=-jnp.inf)
+    mask = inside[:, :, None] & (j < e)[None, None, :]
+    place = k[:, None, None], i[None, :, None], j[None, None, :]
+    out = plgpu.load(out_ref.at[place], mask=mask, other=jnp.zeros((), out_ref.dtype))
+    top = jnp.maximum(lse.max(axis=0), -HUGE)
+    weight = jnp.exp2((lse - top[None, :]) * LOG2E)
+    total = weight.sum(axis=0)
     nonzero = jnp.where(total == 0, 1.0, total)
-    return jnp.where(total == 0, -jnp.inf, (top + jnp.log2(nonzero)) / LOG2E), nonzero
+    out = (out.astype(jnp.float32) * weight[:, :, None]).sum(axis=0) / nonzero[:, None]
+    # One split alone keeps its bits, so blocks without keys change none, however many there are.
+    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log2(nonzero) / LOG2E)
+    store(merged_ref, out, i, j, (i < rows)[:, None] & (j < e)[None, :])
+    plgpu.store(merged_lse_ref.at[i], lse, mask=(i < rows) & (pl.program_id(1) == 0))
 
 
 def sum_splits(partials: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:

@@ -44,9 +44,8 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products = max(products, 4 * (rows_of_tile + s.tile_d))
     products += 4 * rows_of_tile * min(2, s.most_ranks) + 8 * ranks
     products += mixed * s.most_ranks * max(0, ranks - rows_of_tile)
-    if s.most_ranks > 2:  # seen: without bq up to 3.6 times as much, in float16 2.8, else 1.2
-        is_float16 = s.dtype == "float16" and not s.wide_queries
-        most = 3.0 if is_float16 else 1.25 if features <= 64 else 1.0
+    if s.most_ranks > 2:  # seen: without bq up to 3.6 times as much, in float16 1.9, else 1.2
+        most = 2.0 if s.dtype == "float16" else 1.25 if features <= 64 else 1.0
         products = int(products * (most if s.has_bq else 4.0))
     elif s.most_ranks == 2 and c.block_m >= 32 and not s.has_few_features:
         # With 64 entries features may have a buffer more, which other terms do not always outweigh.
@@ -75,7 +74,8 @@ def sm_100_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
 def _operand_bytes(s: Sizes) -> tuple[int, int]:
     """Bytes of a number in a product with its own dtype, and in one with float32.
 
-    Products of TF32 take two float32, the number and its rest (see `matmul`).
+    Products of TF32 take two float32, the number and its rest; the pieces of bfloat16 that float16
+    is multiplied in take no more (see `matmul`).
     """
     own = 8 if s.dtype == "float32" or s.wide_queries else 2
     return own, 2 if s.dtype == "bfloat16" and not s.wide_queries else 8

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ops.core.backend import plgpu
-from pallas_ops.core.fastmath import exp2
+from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.tiles import HUGE, Ref
 from pallas_ops.ops.tpa_decode import heads, tiles
 from pallas_ops.ops.tpa_decode.keys import Keys
-from pallas_ops.ops.tpa_decode.merge import log_sum_exp
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows
 from pallas_ops.ops.tpa_decode.words import interleave
 
@@ -82,7 +81,8 @@ def _sums_of_threads(plan: Plan, p: jax.Array) -> jax.Array:
 
 def store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> None:
     total = state.total.sum(axis=1) if state.total.ndim == 2 else state.total
-    lse, nonzero = log_sum_exp(state.maximum, total)
+    nonzero = jnp.where(total == 0, 1.0, total)
+    lse = jnp.where(total == 0, -jnp.inf, (state.maximum + jnp.log2(nonzero)) / LOG2E)
     out = interleave(state.accs) * (plan.p.value_scale / nonzero)[:, None]
     tiles.store(out_ref, out, *rows.tile_indices(plan.s.e))
     plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)
