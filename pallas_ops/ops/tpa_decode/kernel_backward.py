@@ -104,13 +104,12 @@ def _backward_kernel(
         new_dqs = []
         for q, dq in zip(queries, dqs, strict=True):
             weight, ds, u, t, ak_ranks, av_ranks = _scores(q, keys, length, ak, av, inner, bv)
-            # Gradients of ak and av come before the products: t and u need no registers then.
-            dav = q.rows.sum_over_queries(join_ranks([weight * x for x in t])).astype(dav_ref.dtype)
+            # Of all orders that were tried, in this one ptxas spills least: up to 4 % less time.
             dak = q.rows.sum_over_queries(join_ranks([ds * x for x in u])).astype(dak_ref.dtype)
             g = join_ranks([ds * x for x in ak_ranks])
             d_inner = plan.dot(g, q.aq, d_inner)
             new_dqs.append(plan.dot(bk.T, g, dq))
-            # Last, because ptxas then spills less: 2 % less time with 78 heads.
+            dav = q.rows.sum_over_queries(join_ranks([weight * x for x in t])).astype(dav_ref.dtype)
             dbv = plan.dot(join_ranks([weight * x for x in av_ranks]), q.dout, dbv)
             store(dav_ref, dav, *stored.heads(q.rows, s.rv))
             store(dak_ref, dak, *stored.heads(q.rows, s.rk))
