@@ -135,6 +135,9 @@ FAULTS = {
     "both slots of ranks have the first piece": Fault(
         "ops/tpa_decode/matmul.py", "jnp.where(is_first, first, second)", "first"
     ),
+    "float16 has as few pieces as bfloat16": Fault(
+        "ops/tpa_decode/matmul.py", "3 if has_float16 else pieces", "pieces"
+    ),
     "scores keep 16 bits": Fault(
         "ops/tpa_decode/tiles.py", "is_high or s.is_quantised_bfloat16 else 3", "True else 3"
     ),

@@ -25,6 +25,20 @@ def test_a_float32_side_is_the_sum_of_bfloat16_pieces(
     assert (np.abs(got - x) <= error * np.abs(x)).all()
 
 
+@pytest.mark.parametrize("pieces", [2, 3])
+@pytest.mark.parametrize("left", [False, True])
+def test_products_with_float16_keep_21_bits(
+    rng: np.random.Generator, left: bool, pieces: Literal[2, 3]
+) -> None:
+    """As TF32's three do: results of float16 have three bits more than those of bfloat16."""
+    x, factor = random_array(rng, (64, 64)), random_array(rng, (64,), jnp.float16)
+    with launch.interpreted(True):
+        diagonal = jnp.diag(factor)
+        got = dot(x, diagonal, pieces=pieces) if left else dot(diagonal, x.T, pieces=pieces).T
+    want = np.asarray(x, np.float64) * np.asarray(factor, np.float64)
+    assert (np.abs(got - want) <= 2.0**-20 * np.abs(want)).all()
+
+
 def test_a_product_is_added_to_what_is_there(rng: np.random.Generator) -> None:
     a, b = random_array(rng, (16, 32), jnp.bfloat16), random_array(rng, (32, 16))
     acc = random_array(rng, (16, 16))

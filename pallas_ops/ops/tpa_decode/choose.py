@@ -41,6 +41,8 @@ def _choose_keys(
     s: Sizes, block_h: int, block_n: int, card: Card, batch_invariant: bool
 ) -> TpaDecodeConfig | None:
     rows = block_n * sum(head_tiles(block_h))
+    if card.has_tensor_memory and _overfills_tensor_memory(s, rows):
+        return None
     blocks = s.b * pl.cdiv(s.h, block_h) * pl.cdiv(s.n, block_n)
 
     def keys_of_split(programs: int) -> tuple[int, int]:
@@ -86,6 +88,15 @@ def _least_keys(s: Sizes, c: TpaDecodeConfig) -> int:
         return 96 * c.num_warps
     needs_few = c.block_h > 64 or (c.block_h <= 48 and s.has_bq)
     return 3 * c.block_m if needs_few else 48 * c.num_warps
+
+
+def _overfills_tensor_memory(s: Sizes, rows: int) -> bool:
+    """Whether 64 rows of float16 take more tensor memory (sm_100) than there is.
+
+    With JAX 0.10.2 they do from 128 features of values on: up to 1,056 columns of 512, as float16
+    is multiplied in pieces.
+    """
+    return s.dtype == "float16" and not s.rounds_weights and s.tile_e >= 128 and rows >= 64
 
 
 class _Loop(NamedTuple):
@@ -142,7 +153,7 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
     is_narrow = rows <= 32 or (s.has_few_features and rows <= 96)
     # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill.
     # Tensor memory (sm_100) does not hold 64 entries of many features, or of products in TF32.
-    has_wide_results = max(s.d, s.e) > 128 or s.dtype == "float32" or s.wide_queries
+    has_wide_results = max(s.d, s.e) > 128 or s.dtype != "bfloat16" or s.wide_queries
     is_too_large = card.has_tensor_memory and has_wide_results
     entries = 64 if card.capability >= 90 and is_narrow and not is_too_large else 32
     block_m = max(16, entries // s.most_ranks)
