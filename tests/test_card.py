@@ -144,7 +144,6 @@ SM_100 = [
     factors(16, 40, 24, 2, 96, n=3, ranks=2),
     factors(1, 512, 96, 8, 128, n=2, ranks=3),
     factors(7, 33, 3, 8, 256, n=5, ranks=2, dtype="float16"),
-    factors(1, 100, 40, 64, 200, dtype="float16"),
     factors(1, 100, 47, 64, 128, dtype="float16"),
 ]
 
