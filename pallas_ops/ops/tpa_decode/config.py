@@ -214,7 +214,8 @@ def head_tiles(block_h: int, *, backward: bool = False) -> tuple[int, ...]:
     if backward and block_h <= 96:
         wide, rest = divmod(block_h, 32)
         tiles = [32] * wide
-        tiles[1:1] = [tile(rest)] if rest else []  # as the second of three it saves 2 % of the time
+        # The narrow tile comes second: of three tiles, that takes 2 % less time than last.
+        tiles[1:1] = [tile(rest)] if rest else []
         return tuple(tiles)
     if not backward and 64 < block_h <= 96:
         return 64, tile(block_h - 64)

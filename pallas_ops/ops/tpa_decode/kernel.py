@@ -64,7 +64,7 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
         num_stages=c.num_stages if s.pages is None else 2 * c.num_stages - 1,
     )
     if splits > 1:
-        # Blocks of one size: the order of sums does not depend on how many splits there are.
+        # Batch-invariant: blocks of 64 however many splits there are, so sums have one order.
         out, lse = merge(out, lse, p.out_dtype, 64 if p.batch_invariant else power_of_two(splits))
     return out.reshape(s.b, s.n, s.h, s.e), lse.reshape(s.b, s.n, s.h)
 

@@ -36,7 +36,7 @@ def dot(
         tiles = (_bfloat16_pieces(x, 3 if has_float16 else pieces) for x in (a, b))
         products = list(itertools.product(*tiles))
         if has_float16 and pieces == 2:
-            products.pop()
+            products.pop()  # of the last pieces: the least
         for x, y in reversed(products):  # small ones first: the tensor cores truncate sums
             acc = _product(x, y, acc)
         assert acc is not None
