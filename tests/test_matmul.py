@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_ops.core import launch
-from pallas_ops.ops.tpa_decode.matmul import dot
+from pallas_ops.ops.tpa_decode.matmul import dot, scaled_dot
 from tests.support import random_array
 
 PIECES = [(jnp.bfloat16, 2, 2.0**-16), (jnp.bfloat16, 3, 0.0), (jnp.float16, 3, 0.0)]
@@ -37,6 +37,23 @@ def test_products_with_float16_keep_21_bits(
         got = dot(x, diagonal, pieces=pieces) if left else dot(diagonal, x.T, pieces=pieces).T
     want = np.asarray(x, np.float64) * np.asarray(factor, np.float64)
     assert (np.abs(got - want) <= 2.0**-20 * np.abs(want)).all()
+
+
+@pytest.mark.parametrize("size", [None, 16])
+@pytest.mark.parametrize("left", [False, True])
+def test_scaled_products_with_float16_keep_23_bits(
+    rng: np.random.Generator, left: bool, size: int | None
+) -> None:
+    """Whatever the size of a row is, but for what is small beside its largest number."""
+    scale = rng.integers(-60, 60, (64, 1)) + rng.integers(-9, 9, (64, 16))
+    x, one = random_array(rng, (64, 16)) * 2.0 ** scale.astype(np.float32), jnp.eye(16)
+    x = x.at[5].set(0)
+    a, b = (x, one) if size is None else (jnp.tile(x, 2), jnp.tile(one, (2, 1)))
+    b = b.astype(jnp.float16)
+    with launch.interpreted(True):
+        got = scaled_dot(a, b, size=size) if left else scaled_dot(b.T, a.T, size=size).T
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    assert (np.abs(got - x) <= 2.0**-23 * np.abs(x) + 2.0**-39 * largest).all()
 
 
 def test_a_product_is_added_to_what_is_there(rng: np.random.Generator) -> None:

@@ -149,6 +149,19 @@ def test_terms_of_a_score_may_cancel(rng: Rng, h: int, unseen: int, common: int)
     assert_as_good_as_reference(got, own, loop(xs, [200])[0])
 
 
+@pytest.mark.parametrize(("h", "r"), [(3, 6), (34, 16)])
+def test_float16_factors_of_many_sizes(rng: Rng, h: int, r: int) -> None:
+    """Sums beyond the largest float16 number, weights below its least one, values that cancel."""
+    aq, ak, av, bq, bk, bv = factors(rng, jnp.float16, m=200, h=h, r=r, d=32, e=32, rk=2, rv=2)
+    bv = bv.at[:, 1::2].set(-bv[:, ::2] * jnp.float16(0.99))
+    av = av.at[:, 1::2].set(av[:, ::2])
+    xs = (aq / 2**8, ak / 2**14, av / 2**12, bq * 2**10, bk * 2**8, bv * 2**10)
+    weights = random_cotangents(rng, jax.eval_shape(both("xla"), *xs))
+    got, own = (value_and_vjp(both(i), xs, weights) for i in (KERNEL, "xla"))
+    assert_as_good_as_reference(got[0], own[0], loop(xs, [200] * 2))
+    assert_as_good_as_reference(got[1], own[1], loop_gradients(xs, [200] * 2, weights))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "dtype"), in_turn(MIXED, DTYPES[1:]))
 def test_float32_queries_beside_a_cache_of_16_bits(

@@ -91,12 +91,12 @@ def _least_keys(s: Sizes, c: TpaDecodeConfig) -> int:
 
 
 def _overfills_tensor_memory(s: Sizes, rows: int) -> bool:
-    """Whether 64 rows of float16 take more tensor memory (sm_100) than there is.
+    """Whether 64 rows of float16 in bfloat16 pieces take more tensor memory (sm_100) than there is.
 
-    With JAX 0.10.2 they do from 128 features of values on: up to 1,056 columns of 512, as float16
-    is multiplied in pieces.
+    With JAX 0.10.2 they do from 128 features of values on: up to 1,056 columns of 512.
     """
-    return s.dtype == "float16" and not s.rounds_weights and s.tile_e >= 128 and rows >= 64
+    has_bfloat16_pieces = not (s.rounds_weights or s.has_float16_pieces)
+    return s.dtype == "float16" and has_bfloat16_pieces and s.tile_e >= 128 and rows >= 64
 
 
 class _Loop(NamedTuple):
@@ -130,10 +130,11 @@ def _loop(s: Sizes, block_h: int, rows: int, keys: int) -> _Loop:
     if s.is_quantised_bfloat16:
         return _Loop(usual, most_programs=2)
     is_plain = s.dtype == "bfloat16" and not (s.wide_queries or s.quantised)
-    has_two_ranks = s.most_ranks == 2 and s.has_few_features and s.prefetches_heads(block_h)
-    if 16 < block_h < rows == 32 and keys >= 192 and is_plain and has_two_ranks:
+    is_fast = keys >= 192 and is_plain and s.prefetches_heads(block_h)
+    is_fast |= keys >= 768 and s.has_float16_pieces
+    if 16 < block_h < rows == 32 and is_fast and s.most_ranks == 2 and s.has_few_features:
         # Two warps exchange fewer maxima and weights than four do: up to 11 % less time (1 to 2 %
-        # more with 17 to 24 heads and 1,024 keys a program).
+        # more with 17 to 24 heads and 1,024 keys a program). float16 loses 20 % with 248 keys.
         return _Loop(32, most_programs=2, num_warps=2)
     is_long = usual == 64 and keys >= 1024 and s.most_ranks == 1
     return _Loop(usual, 4 if is_long else 3, 2 if gathers else 1)

@@ -135,6 +135,12 @@ class Sizes:
         return self.is_quantised_bfloat16 or self.precision == "default"
 
     @property
+    def has_float16_pieces(self) -> bool:
+        """Whether a float32 tile that meets a float16 one becomes two of float16 where it can."""
+        is_plain = not (self.rounds_weights or self.wide_queries or self.quantised)
+        return self.dtype == "float16" and is_plain
+
+    @property
     def is_rank_first(self) -> bool:
         """Whether q is never formed: q k^T = aq (bq bk^T).
 

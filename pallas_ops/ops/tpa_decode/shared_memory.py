@@ -36,7 +36,7 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     tiles = head_tiles(c.block_h, backward=True)
     heads, rows_of_tile = sum(tiles), c.block_n * tiles[0]
     rows, ranks = c.block_n * heads, c.block_n * s.tile_r * s.has_bq
-    own, mixed = _operand_bytes(s)
+    own, mixed = _operand_bytes(s, backward=True)
     wide = (ranks or rows) * s.tile_d + rows * s.tile_e
     queries = (own + mixed) * wide + 2 * mixed * rows * ranks
     features = max(s.tile_d, s.tile_e)
@@ -71,14 +71,15 @@ def sm_100_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     return operands + scores + 64
 
 
-def _operand_bytes(s: Sizes) -> tuple[int, int]:
+def _operand_bytes(s: Sizes, *, backward: bool = False) -> tuple[int, int]:
     """Bytes of a number in a product with its own dtype, and in one with float32.
 
     Products of TF32 take two float32, the number and its rest; the pieces of bfloat16 that float16
-    is multiplied in take no more (see `matmul`).
+    is multiplied in, in gradients and beside float32 queries, take no more (see `matmul`).
     """
     own = 8 if s.dtype == "float32" or s.wide_queries else 2
-    return own, 2 if s.dtype == "bfloat16" and not s.wide_queries else 8
+    has_pieces = s.dtype == "bfloat16" or (s.has_float16_pieces and not backward)
+    return own, 2 if has_pieces and not s.wide_queries else 8
 
 
 def _buffer_bytes(s: Sizes, c: TpaDecodeConfig, heads: int, *, backward: bool = False) -> int:

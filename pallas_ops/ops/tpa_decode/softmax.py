@@ -10,8 +10,11 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.tiles import HUGE, Ref
 from pallas_ops.ops.tpa_decode import heads, tiles
 from pallas_ops.ops.tpa_decode.keys import Keys
+from pallas_ops.ops.tpa_decode.matmul import float16_pieces, product
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows
 from pallas_ops.ops.tpa_decode.words import interleave
+
+REST_SCALE = 2.0**11  # of second float16 pieces: 11 bits are in the first ones
 
 
 class State(NamedTuple):
@@ -19,7 +22,7 @@ class State(NamedTuple):
 
     maximum: jax.Array  # [rows]: of the scores, base 2
     total: jax.Array  # [rows] or [rows, parts]: sums of exponentials (`_sums_of_threads`)
-    accs: list[jax.Array]  # [rows, E], of eight bits two tiles: weighted sums of values
+    accs: list[jax.Array]  # [rows, E] or two of it (`Plan.accumulators`): weighted sums of values
 
 
 class Weights(NamedTuple):
@@ -38,7 +41,7 @@ def empty(plan: Plan, rows: Rows) -> State:
     return State(
         jnp.full(count, -HUGE, jnp.float32),
         jnp.zeros(total.shape, jnp.float32),
-        [acc] * plan.s.features_per_word,
+        [acc] * plan.accumulators,
     )
 
 
@@ -56,8 +59,14 @@ def weights(keys: Keys, rows: Rows, score: jax.Array, state: State, av: Any) -> 
 
 def add_values(plan: Plan, state: State, step: Weights, bv: list[jax.Array]) -> State:
     """The state of earlier keys, and these keys' values."""
-    rescale, pairs = step.rescale[:, None], zip(bv, state.accs, strict=True)
-    accs = [plan.dot(step.of_values, x, acc * rescale) for x, acc in pairs]
+    rescale = step.rescale[:, None]
+    accs = [acc * rescale for acc in state.accs]
+    if plan.s.has_float16_pieces:
+        (values,) = bv
+        pieces = zip(float16_pieces(step.of_values, REST_SCALE), accs, strict=True)
+        accs = [product(x, values, acc) for x, acc in pieces]
+    else:
+        accs = [plan.dot(step.of_values, x, acc) for x, acc in zip(bv, accs, strict=True)]
     if len(plan.tiles) > 1:
         # Needed: the first tile's wgmma may still read bv in the next step, whose copy overwrites
         # it, as the other tile (mma) read it too. A use of acc makes Triton wait for the product.
@@ -83,6 +92,8 @@ def store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> N
     total = state.total.sum(axis=1) if state.total.ndim == 2 else state.total
     nonzero = jnp.where(total == 0, 1.0, total)
     lse = jnp.where(total == 0, -jnp.inf, (state.maximum + jnp.log2(nonzero)) / LOG2E)
-    out = interleave(state.accs) * (plan.p.value_scale / nonzero)[:, None]
+    accs = state.accs
+    out = accs[0] + accs[1] / REST_SCALE if plan.s.has_float16_pieces else interleave(accs)
+    out *= (plan.p.value_scale / nonzero)[:, None]
     tiles.store(out_ref, out, *rows.tile_indices(plan.s.e))
     plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)

@@ -12,7 +12,7 @@ from pallas_ops.core import launch
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, divided, span
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
-from pallas_ops.ops.tpa_decode.matmul import Pieces, dot, dot_in_slots
+from pallas_ops.ops.tpa_decode.matmul import Pieces, dot, dot_in_slots, scaled_dot
 
 Indices = tuple[jax.Array, jax.Array, jax.Array]  # rows, columns and mask of a tile
 
@@ -70,6 +70,11 @@ class Plan:
         return 2 if is_high or s.is_quantised_bfloat16 else 3
 
     @property
+    def accumulators(self) -> int:
+        """Tiles of the weighted sum of values: of two features of a word, or of two pieces."""
+        return 2 if self.s.has_float16_pieces else self.s.features_per_word
+
+    @property
     def rank_slots(self) -> int:
         """How often a tile holds each rank of aq and bq: twice where there is room, else once.
 
@@ -77,13 +82,17 @@ class Plan:
         """
         s = self.s
         fits = 2 * s.r <= s.tile_r and (s.has_bq if self.backward else s.is_rank_first)
-        return 2 if fits and s.dtype == "bfloat16" and not s.wide_queries else 1
+        has_room = s.has_float16_pieces or (s.dtype == "bfloat16" and not s.wide_queries)
+        return 2 if fits and has_room else 1
 
     def dot_of_ranks(self, a: jax.Array, b: jax.Array, pieces: Pieces) -> jax.Array:
         """a @ b, summed over the ranks of aq; a or b is float32. (Without bq: over features.)"""
-        if self.rank_slots == 1:
+        size = None if self.rank_slots == 1 else self.s.tile_r // 2
+        if self.s.has_float16_pieces and a.dtype != b.dtype:
+            return scaled_dot(a, b, size=size)
+        if size is None:
             return dot(a, b, pieces=pieces)
-        return dot_in_slots(a, b, pieces=pieces, size=self.s.tile_r // 2)
+        return dot_in_slots(a, b, pieces=pieces, size=size)
 
     def dot(self, a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
         """acc + a @ b, for the output or a gradient."""
