@@ -138,13 +138,11 @@ FAULTS = {
     "float16 has as few pieces as bfloat16": Fault(
         "ops/tpa_decode/matmul.py", "3 if has_float16 else pieces", "pieces"
     ),
-    "sums beyond the largest float16 number": Fault(
-        "ops/tpa_decode/matmul.py",
-        "first, second = float16_pieces(x * down)",
-        "first, second, up = *float16_pieces(x), 1.0",
-    ),
     "float16 weights have one piece": Fault(
-        "ops/tpa_decode/softmax.py", "step.of_values, REST_SCALE", "step.of_values, 0.0"
+        "ops/tpa_decode/matmul.py", "[(second, b), (first, b)]", "[(first, b)]"
+    ),
+    "values are not rescaled where a larger head factor comes": Fault(
+        "ops/tpa_decode/softmax.py", "rescale * (state.largest / largest)", "rescale"
     ),
     "scores keep 16 bits": Fault(
         "ops/tpa_decode/tiles.py", "is_high or s.is_quantised_bfloat16 else 3", "True else 3"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_ops.core import launch
-from pallas_ops.ops.tpa_decode.matmul import dot, scaled_dot
+from pallas_ops.ops.tpa_decode.matmul import dot, dot_in_float16, dot_in_slots
 from tests.support import random_array
 
 PIECES = [(jnp.bfloat16, 2, 2.0**-16), (jnp.bfloat16, 3, 0.0), (jnp.float16, 3, 0.0)]
@@ -39,21 +39,29 @@ def test_products_with_float16_keep_21_bits(
     assert (np.abs(got - want) <= 2.0**-20 * np.abs(want)).all()
 
 
-@pytest.mark.parametrize("size", [None, 16])
+@pytest.mark.parametrize(("dtype", "pieces"), [(jnp.bfloat16, 3), (jnp.float16, 2)])
 @pytest.mark.parametrize("left", [False, True])
-def test_scaled_products_with_float16_keep_23_bits(
-    rng: np.random.Generator, left: bool, size: int | None
+def test_slots_hold_all_bits(
+    rng: np.random.Generator, left: bool, dtype: Any, pieces: Literal[2, 3]
 ) -> None:
-    """Whatever the size of a row is, but for what is small beside its largest number."""
-    scale = rng.integers(-60, 60, (64, 1)) + rng.integers(-9, 9, (64, 16))
-    x, one = random_array(rng, (64, 16)) * 2.0 ** scale.astype(np.float32), jnp.eye(16)
-    x = x.at[5].set(0)
-    a, b = (x, one) if size is None else (jnp.tile(x, 2), jnp.tile(one, (2, 1)))
-    b = b.astype(jnp.float16)
+    x = random_array(rng, (64, 16)) * 2.0 ** rng.integers(-40, 40, (64, 16)).astype(np.float32)
+    a, b = jnp.tile(x, 2), jnp.tile(jnp.eye(16, dtype=dtype), (2, 1))
     with launch.interpreted(True):
-        got = scaled_dot(a, b, size=size) if left else scaled_dot(b.T, a.T, size=size).T
-    largest = np.abs(x).max(axis=1, keepdims=True)
-    assert (np.abs(got - x) <= 2.0**-23 * np.abs(x) + 2.0**-39 * largest).all()
+        options: Any = dict(pieces=pieces, size=16)
+        got = dot_in_slots(a, b, **options) if left else dot_in_slots(b.T, a.T, **options).T
+    np.testing.assert_array_equal(got, x)
+
+
+def test_float16_weights_keep_23_bits(rng: np.random.Generator) -> None:
+    """All but what is small beside the largest float16 number."""
+    x = random_array(rng, (64, 64), scale=2.0**12)
+    x = jnp.clip(x * 2.0 ** -rng.integers(0, 40, (64, 64)).astype(np.float32), -65500, 65500)
+    acc = random_array(rng, (64, 64))
+    with launch.interpreted(True):
+        got = dot_in_float16(x, jnp.eye(64, dtype=jnp.float16), 0 * acc)
+        added = dot_in_float16(x, jnp.zeros((64, 64), jnp.float16), acc)
+    assert (np.abs(got - x) <= 2.0**-23 * np.abs(x) + 2.0**-25).all()
+    np.testing.assert_array_equal(added, acc)
 
 
 def test_a_product_is_added_to_what_is_there(rng: np.random.Generator) -> None:

@@ -52,7 +52,7 @@ def tpa_decode(
 
     Computed in float32 and returned in the dtype of aq; nothing else is rounded to 16 bits, but see
     `precision`, and Returns for quantised factors. Tensor cores keep 16 or more significant bits of
-    a float32 operand, and 21 where scores are made. Gradients take a block of queries at a time.
+    a float32 operand, and 21 in forward scores. Gradients take a block of queries at a time.
     From 256 queries of one rank on (64 of two) they form keys and values. Where not even one query
     fits the card (more than 256 heads, wide float32 factors) they are the reference's, with a
     warning, or an error if implementation="triton".
@@ -85,7 +85,7 @@ def tpa_decode(
         calls that are differentiated keep more. "default" is JAX's default on a GPU: the
         kernels round q, the weights of the values, and the results of the cache's parts to the
         dtype of the cache (float32: products are TF32's). The output's error is then at most twice
-        that of rounding q, k and v; log-sum-exps are within 2**-9 of the largest scaled sum of
+        that of rounding q, k and v; log-sum-exps are within 2**-8 of the largest scaled sum of
         |q_d k_d|. With 16 bits, from some hundred queries on, if D = E is a multiple of 8
         up to 128, without `window`, `batch_invariant` and `config`, k and v are formed and cuDNN
         attends to them (at most four times the error of rounding q, k and v). Without `lengths`

@@ -95,7 +95,7 @@ def _overfills_tensor_memory(s: Sizes, rows: int) -> bool:
 
     With JAX 0.10.2 they do from 128 features of values on: up to 1,056 columns of 512.
     """
-    has_bfloat16_pieces = not (s.rounds_weights or s.has_float16_pieces)
+    has_bfloat16_pieces = not (s.rounds_weights or s.has_float16_weights)
     return s.dtype == "float16" and has_bfloat16_pieces and s.tile_e >= 128 and rows >= 64
 
 
@@ -129,9 +129,9 @@ def _loop(s: Sizes, block_h: int, rows: int, keys: int) -> _Loop:
         return _Loop(short, most_programs=2)
     if s.is_quantised_bfloat16:
         return _Loop(usual, most_programs=2)
-    is_plain = s.dtype == "bfloat16" and not (s.wide_queries or s.quantised)
-    is_fast = keys >= 192 and is_plain and s.prefetches_heads(block_h)
-    is_fast |= keys >= 768 and s.has_float16_pieces
+    is_fast = keys >= 192 and s.is_plain_bfloat16 and s.prefetches_heads(block_h)
+    is_fast = is_fast and s.quantised is None
+    is_fast |= keys >= 768 and s.has_float16_weights and s.pages is None
     if 16 < block_h < rows == 32 and is_fast and s.most_ranks == 2 and s.has_few_features:
         # Two warps exchange fewer maxima and weights than four do: up to 11 % less time (1 to 2 %
         # more with 17 to 24 heads and 1,024 keys a program). float16 loses 20 % with 248 keys.
@@ -153,7 +153,7 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
         return None
     is_narrow = rows <= 32 or (s.has_few_features and rows <= 96)
     # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill.
-    # Tensor memory (sm_100) does not hold 64 entries of many features, or of products in TF32.
+    # Tensor memory (sm_100) does not hold 64 entries of many features, or of other dtypes.
     has_wide_results = max(s.d, s.e) > 128 or s.dtype != "bfloat16" or s.wide_queries
     is_too_large = card.has_tensor_memory and has_wide_results
     entries = 64 if card.capability >= 90 and is_narrow and not is_too_large else 32

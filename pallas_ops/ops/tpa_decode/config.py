@@ -131,12 +131,16 @@ class Sizes:
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether weights and partial results are rounded to the cache's dtype."""
+        """Whether weights are rounded to the cache's dtype, and partial results to `out_dtype`."""
         return self.is_quantised_bfloat16 or self.precision == "default"
 
     @property
-    def has_float16_pieces(self) -> bool:
-        """Whether a float32 tile that meets a float16 one becomes two of float16 where it can."""
+    def is_plain_bfloat16(self) -> bool:
+        return self.dtype == "bfloat16" and not self.wide_queries
+
+    @property
+    def has_float16_weights(self) -> bool:
+        """Whether forward weights (p av) are multiplied as two float16 tiles (`dot_in_float16`)."""
         is_plain = not (self.rounds_weights or self.wide_queries or self.quantised)
         return self.dtype == "float16" and is_plain
 

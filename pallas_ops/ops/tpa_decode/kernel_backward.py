@@ -147,7 +147,7 @@ def _scores(
     q: _Queries,
     keys: Keys,
     length: jax.Array | int,
-    ak: Any,  # see `heads.sources`
+    ak: Any,  # see `heads.source`
     av: Any,
     inner: jax.Array,  # bk bq^T, or bk without bq
     bv: jax.Array,

@@ -75,11 +75,10 @@ def _operand_bytes(s: Sizes, *, backward: bool = False) -> tuple[int, int]:
     """Bytes of a number in a product with its own dtype, and in one with float32.
 
     Products of TF32 take two float32, the number and its rest; the pieces of bfloat16 that float16
-    is multiplied in, in gradients and beside float32 queries, take no more (see `matmul`).
+    is multiplied in elsewhere than in weights take no more (see `matmul`).
     """
     own = 8 if s.dtype == "float32" or s.wide_queries else 2
-    has_pieces = s.dtype == "bfloat16" or (s.has_float16_pieces and not backward)
-    return own, 2 if has_pieces and not s.wide_queries else 8
+    return own, 2 if s.is_plain_bfloat16 or (s.has_float16_weights and not backward) else 8
 
 
 def _buffer_bytes(s: Sizes, c: TpaDecodeConfig, heads: int, *, backward: bool = False) -> int:

@@ -10,11 +10,8 @@ from pallas_ops.core.fastmath import LOG2E, exp2
 from pallas_ops.core.tiles import HUGE, Ref
 from pallas_ops.ops.tpa_decode import heads, tiles
 from pallas_ops.ops.tpa_decode.keys import Keys
-from pallas_ops.ops.tpa_decode.matmul import float16_pieces, product
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows
 from pallas_ops.ops.tpa_decode.words import interleave
-
-REST_SCALE = 2.0**11  # of second float16 pieces: 11 bits are in the first ones
 
 
 class State(NamedTuple):
@@ -22,14 +19,17 @@ class State(NamedTuple):
 
     maximum: jax.Array  # [rows]: of the scores, base 2
     total: jax.Array  # [rows] or [rows, parts]: sums of exponentials (`_sums_of_threads`)
-    accs: list[jax.Array]  # [rows, E] or two of it (`Plan.accumulators`): weighted sums of values
+    accs: list[jax.Array]  # [rows, E], of eight bits two tiles: weighted sums of values
+    largest: jax.Array | None  # [rows]: of |av|, where the accs are of float16 weights (`weights`)
 
 
 class Weights(NamedTuple):
     """What a block of keys adds to a state."""
 
-    maximum: jax.Array  # [rows]: with these keys
-    rescale: jax.Array  # [rows]: what earlier sums are multiplied by
+    maximum: jax.Array  # [rows]: with these keys, as `largest`
+    largest: jax.Array | None
+    rescale: jax.Array  # [rows]: what the total so far is multiplied by
+    rescale_accs: jax.Array  # [rows]: and the accs
     p: jax.Array  # [rows, keys]: exponentials
     of_values: jax.Array  # [rows, entries]: p av
 
@@ -41,38 +41,44 @@ def empty(plan: Plan, rows: Rows) -> State:
     return State(
         jnp.full(count, -HUGE, jnp.float32),
         jnp.zeros(total.shape, jnp.float32),
-        [acc] * plan.accumulators,
+        [acc] * plan.s.features_per_word,
+        jnp.full(count, 2.0**-24, jnp.float32) if plan.s.has_float16_weights else None,
     )
 
 
 def weights(keys: Keys, rows: Rows, score: jax.Array, state: State, av: Any) -> Weights:
-    """One step of the online softmax: the new maximum, and the exponentials times av."""
+    """One step of the online softmax: the new maximum, and the exponentials times av.
+
+    float16 weights are taken times 2**15 over the largest |av| so far: they do not overflow, and
+    are as exact where av is small.
+    """
     plan, s = keys.plan, keys.plan.s
     maximum = jnp.maximum(state.maximum, score.max(axis=1))
     p = exp2(score - maximum[:, None])
     rescale = exp2(state.maximum - maximum)
     weight, av = heads.each_rank(p, s.rv), heads.load(keys, rows, av, s.rv)
+    largest, rescale_accs = None, rescale
+    if state.largest is not None:
+        largest = jnp.maximum(state.largest, jnp.abs(av).max(axis=1))
+        weight *= (2.0**15 / largest)[:, None]
+        rescale_accs = rescale * (state.largest / largest)
     if plan.output_pieces == 1 and s.dtype == "bfloat16":
         weight, av = weight.astype(jnp.bfloat16), av.astype(jnp.bfloat16)
-    return Weights(maximum, rescale, p, weight * av)
+    return Weights(maximum, largest, rescale, rescale_accs, p, weight * av)
 
 
 def add_values(plan: Plan, state: State, step: Weights, bv: list[jax.Array]) -> State:
     """The state of earlier keys, and these keys' values."""
-    rescale = step.rescale[:, None]
-    accs = [acc * rescale for acc in state.accs]
-    if plan.s.has_float16_pieces:
-        (values,) = bv
-        pieces = zip(float16_pieces(step.of_values, REST_SCALE), accs, strict=True)
-        accs = [product(x, values, acc) for x, acc in pieces]
-    else:
-        accs = [plan.dot(step.of_values, x, acc) for x, acc in zip(bv, accs, strict=True)]
+    accs = [acc * step.rescale_accs[:, None] for acc in state.accs]
+    pairs = zip(bv, accs, strict=True)
+    accs = [plan.dot_of_weights(step.of_values, x, acc) for x, acc in pairs]
     if len(plan.tiles) > 1:
         # Needed: the first tile's wgmma may still read bv in the next step, whose copy overwrites
         # it, as the other tile (mma) read it too. A use of acc makes Triton wait for the product.
         accs = [acc + 0.0 for acc in accs]
-    total = state.total * (rescale if state.total.ndim == 2 else step.rescale)
-    return State(step.maximum, total + _sums_of_threads(plan, step.p), accs)
+    rescale = step.rescale[:, None] if state.total.ndim == 2 else step.rescale
+    total = state.total * rescale
+    return State(step.maximum, total + _sums_of_threads(plan, step.p), accs, step.largest)
 
 
 def _sums_of_threads(plan: Plan, p: jax.Array) -> jax.Array:
@@ -92,8 +98,9 @@ def store(plan: Plan, rows: Rows, state: State, out_ref: Ref, lse_ref: Ref) -> N
     total = state.total.sum(axis=1) if state.total.ndim == 2 else state.total
     nonzero = jnp.where(total == 0, 1.0, total)
     lse = jnp.where(total == 0, -jnp.inf, (state.maximum + jnp.log2(nonzero)) / LOG2E)
-    accs = state.accs
-    out = accs[0] + accs[1] / REST_SCALE if plan.s.has_float16_pieces else interleave(accs)
-    out *= (plan.p.value_scale / nonzero)[:, None]
+    scale = plan.p.value_scale / nonzero
+    if state.largest is not None:
+        scale *= state.largest * 2.0**-15
+    out = interleave(state.accs) * scale[:, None]
     tiles.store(out_ref, out, *rows.tile_indices(plan.s.e))
     plgpu.store(lse_ref.at[rows.index], lse, mask=rows.inside)

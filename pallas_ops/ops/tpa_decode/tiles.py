@@ -12,7 +12,7 @@ from pallas_ops.core import launch
 from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref, divided, span
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig, head_tiles
-from pallas_ops.ops.tpa_decode.matmul import Pieces, dot, dot_in_slots, scaled_dot
+from pallas_ops.ops.tpa_decode.matmul import Pieces, dot, dot_in_float16, dot_in_slots
 
 Indices = tuple[jax.Array, jax.Array, jax.Array]  # rows, columns and mask of a tile
 
@@ -57,22 +57,17 @@ class Plan:
 
     @property
     def output_pieces(self) -> Pieces:
-        """bfloat16 pieces of a float32 operand, where the output or a gradient is made."""
+        """Pieces of a float32 operand, where the output or a gradient is made (see `dot`)."""
         return 1 if self.s.rounds_weights else 3 if self.s.wide_queries else 2
 
     @property
     def score_pieces(self) -> Pieces:
-        """The same where scores are made; with three the log-sum-exp keeps 24 bits (21 in TF32)."""
+        """The same in forward scores; with three the log-sum-exp keeps 24 bits (21 in TF32)."""
         s = self.s
         if s.precision == "default":
             return 1
-        is_high = s.precision == "high" and s.dtype == "bfloat16" and not s.wide_queries
+        is_high = s.precision == "high" and s.is_plain_bfloat16
         return 2 if is_high or s.is_quantised_bfloat16 else 3
-
-    @property
-    def accumulators(self) -> int:
-        """Tiles of the weighted sum of values: of two features of a word, or of two pieces."""
-        return 2 if self.s.has_float16_pieces else self.s.features_per_word
 
     @property
     def rank_slots(self) -> int:
@@ -82,21 +77,21 @@ class Plan:
         """
         s = self.s
         fits = 2 * s.r <= s.tile_r and (s.has_bq if self.backward else s.is_rank_first)
-        has_room = s.has_float16_pieces or (s.dtype == "bfloat16" and not s.wide_queries)
-        return 2 if fits and has_room else 1
+        return 2 if fits and (s.is_plain_bfloat16 or s.has_float16_weights) else 1
 
     def dot_of_ranks(self, a: jax.Array, b: jax.Array, pieces: Pieces) -> jax.Array:
         """a @ b, summed over the ranks of aq; a or b is float32. (Without bq: over features.)"""
-        size = None if self.rank_slots == 1 else self.s.tile_r // 2
-        if self.s.has_float16_pieces and a.dtype != b.dtype:
-            return scaled_dot(a, b, size=size)
-        if size is None:
+        if self.rank_slots == 1:
             return dot(a, b, pieces=pieces)
-        return dot_in_slots(a, b, pieces=pieces, size=size)
+        return dot_in_slots(a, b, pieces=pieces, size=self.s.tile_r // 2)
 
     def dot(self, a: jax.Array, b: jax.Array, acc: jax.Array | None = None) -> jax.Array:
         """acc + a @ b, for the output or a gradient."""
         return dot(a, b, acc, pieces=self.output_pieces)
+
+    def dot_of_weights(self, a: jax.Array, b: jax.Array, acc: jax.Array) -> jax.Array:
+        """The same for weights (p av) and values."""
+        return (dot_in_float16 if self.s.has_float16_weights else self.dot)(a, b, acc)
 
     @property
     def row_blocks(self) -> int:
