@@ -12,7 +12,9 @@ class Residuals(enum.StrEnum):
 
     These arrays are small, but not the angles of lrpe_cosine's `cache_angles`. Under
     `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*Residuals))` no forward
-    kernel runs twice, except chunk_cumsum_decay's if its scale is an array (its sums have no name).
+    kernel runs again for its op's own gradient, except chunk_cumsum_decay's if its scale is an
+    array (its sums have no name). A result that f uses further is computed again, unless it has a
+    name too (`jax.ad_checkpoint.checkpoint_name`).
     """
 
     LOGCUMSUMEXP = _logcumsumexp.RESIDUALS

@@ -27,7 +27,7 @@ def table_of(plan: Plan, edges: jax.Array) -> jax.Array:
     s, size = plan.view.s, plan.params.chunk_size
     bounds = jnp.clip(edges, 0, s.n)
     skipped = (bounds[:-1] - edges[:-1]) // size
-    counts = pl.cdiv(bounds[1:] - edges[:-1], size) - skipped
+    counts = (bounds[1:] - edges[:-1] - 1) // size + 1 - skipped  # `pl.cdiv` would add first
     counts = jnp.where(bounds[:-1] < bounds[1:], counts, 0)
     ends = jnp.cumsum(counts)
     first_slot = ends - counts
