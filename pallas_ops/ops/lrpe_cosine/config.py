@@ -129,7 +129,7 @@ class Sizes(NamedTuple):
 
 
 def choose(s: Sizes, *, scattered: bool = False) -> LrpeCosineConfig:
-    """The launch of kernels that do not walk: 1,024 elements or a row a program, at least 8 a thread.
+    """The launch of kernels that do not walk: 1,024 elements or a row, at least 8 a thread.
 
     Where theta is `scattered`, loaded element by element: 512 (or one row), a warp for each 512.
     """
