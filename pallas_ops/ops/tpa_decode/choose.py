@@ -129,15 +129,23 @@ def _loop(s: Sizes, block_h: int, rows: int, keys: int) -> _Loop:
         return _Loop(short, most_programs=2)
     if s.is_quantised_bfloat16:
         return _Loop(usual, most_programs=2)
-    is_fast = keys >= 192 and s.is_plain_bfloat16 and s.prefetches_heads(block_h)
-    is_fast = is_fast and s.quantised is None
-    is_fast |= keys >= 768 and s.has_float16_weights and s.pages is None
-    if 16 < block_h < rows == 32 and is_fast and s.most_ranks == 2 and s.has_few_features:
-        # Two warps exchange fewer maxima and weights than four do: up to 11 % less time (1 to 2 %
-        # more with 17 to 24 heads and 1,024 keys a program). float16 loses 20 % with 248 keys.
+    has_two_ranks = s.most_ranks == 2 and s.has_few_features
+    if 16 < block_h < rows == 32 and has_two_ranks and _is_long_for_two_warps(s, block_h, keys):
         return _Loop(32, most_programs=2, num_warps=2)
     is_long = usual == 64 and keys >= 1024 and s.most_ranks == 1
     return _Loop(usual, 4 if is_long else 3, 2 if gathers else 1)
+
+
+def _is_long_for_two_warps(s: Sizes, block_h: int, keys: int) -> bool:
+    """Whether two warps, which exchange fewer maxima and weights than four do, take less time.
+
+    That is up to 11 % (1 to 2 % more with 17 to 24 heads and 1,024 keys a program of bfloat16).
+    float16 takes 20 % more with 248 keys. Other calls were not timed.
+    """
+    if s.has_float16_weights:
+        return keys >= 768 and s.pages is None
+    is_timed = s.is_plain_bfloat16 and s.quantised is None and s.prefetches_heads(block_h)
+    return is_timed and keys >= 192
 
 
 def split_size(m: int) -> int:
@@ -154,7 +162,7 @@ def choose_backward(s: Sizes, card: Card, at_once: int = 1) -> TpaDecodeConfig |
     is_narrow = rows <= 32 or (s.has_few_features and rows <= 96)
     # The tensor cores of sm_90 take 64 entries at once. More, or as many in wider tiles, spill.
     # Tensor memory (sm_100) does not hold 64 entries of many features, or of other dtypes.
-    has_wide_results = max(s.d, s.e) > 128 or s.dtype != "bfloat16" or s.wide_queries
+    has_wide_results = max(s.d, s.e) > 128 or not s.is_plain_bfloat16
     is_too_large = card.has_tensor_memory and has_wide_results
     entries = 64 if card.capability >= 90 and is_narrow and not is_too_large else 32
     block_m = max(16, entries // s.most_ranks)

@@ -136,6 +136,7 @@ class Sizes:
 
     @property
     def is_plain_bfloat16(self) -> bool:
+        """Whether queries and head factors are bfloat16, whatever features are."""
         return self.dtype == "bfloat16" and not self.wide_queries
 
     @property

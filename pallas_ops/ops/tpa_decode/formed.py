@@ -141,7 +141,7 @@ def _product(s: Sizes, are_matrices: bool) -> Callable[..., jax.Array]:
     False), XLA rounds each elementwise product to bfloat16, so float32 products are used.
     """
     precision: Any = s.precision
-    in_pieces = s.dtype == "bfloat16" and not s.wide_queries and are_matrices
+    in_pieces = s.is_plain_bfloat16 and are_matrices
     if precision == "highest" and in_pieces and not launch.is_interpreted():
         precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 

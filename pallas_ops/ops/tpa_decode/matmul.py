@@ -65,7 +65,7 @@ def dot_in_slots(a: jax.Array, b: jax.Array, *, pieces: Pieces, size: int) -> ja
 def dot_in_float16(a: jax.Array, b: jax.Array, acc: jax.Array) -> jax.Array:
     """acc + a @ b of a float32 tile and a float16 one, in two products; |a| is below 65,504.
 
-    Two float16 tiles are within 2**-23 of each number of a, and within 2**-25 in all.
+    The error of a number of a is at most 2**-23 of it, plus 2**-25.
     """
     first = a.astype(jnp.float16)
     second = (a - first.astype(jnp.float32)).astype(jnp.float16)

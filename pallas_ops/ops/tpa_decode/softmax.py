@@ -29,7 +29,7 @@ class Weights(NamedTuple):
     maximum: jax.Array  # [rows]: with these keys, as `largest`
     largest: jax.Array | None
     rescale: jax.Array  # [rows]: what the total so far is multiplied by
-    rescale_accs: jax.Array  # [rows]: and the accs
+    rescale_accs: jax.Array  # [rows]: what the accs so far are multiplied by
     p: jax.Array  # [rows, keys]: exponentials
     of_values: jax.Array  # [rows, entries]: p av
 
@@ -49,8 +49,8 @@ def empty(plan: Plan, rows: Rows) -> State:
 def weights(keys: Keys, rows: Rows, score: jax.Array, state: State, av: Any) -> Weights:
     """One step of the online softmax: the new maximum, and the exponentials times av.
 
-    float16 weights are taken times 2**15 over the largest |av| so far: they do not overflow, and
-    are as exact where av is small.
+    float16 weights are multiplied by 2**15 over the largest |av| so far. So they do not overflow,
+    and lose no bits where av is small. `store` divides the sums by the same factor.
     """
     plan, s = keys.plan, keys.plan.s
     maximum = jnp.maximum(state.maximum, score.max(axis=1))
