@@ -141,8 +141,8 @@ FAULTS = {
     "float16 weights have one piece": Fault(
         "ops/tpa_decode/matmul.py", "[(second, b), (first, b)]", "[(first, b)]"
     ),
-    "values are not rescaled where a larger head factor comes": Fault(
-        "ops/tpa_decode/softmax.py", "rescale * (state.largest / largest)", "rescale"
+    "values are not rescaled where a larger weight comes": Fault(
+        "ops/tpa_decode/softmax.py", "earlier / largest, p", "rescale, p"
     ),
     "scores keep 16 bits": Fault(
         "ops/tpa_decode/tiles.py", "is_high or s.is_quantised_bfloat16 else 3", "True else 3"

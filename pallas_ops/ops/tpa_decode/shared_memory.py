@@ -25,8 +25,6 @@ def forward_bytes(s: Sizes, c: TpaDecodeConfig, *, has_wgmma: bool = True) -> in
     moved = 64 * rows if is_wide and c.num_warps > 4 else 0  # scores, from warp to warp
     # Weights move between threads where keys and values have different numbers of ranks.
     exchange = 0 if s.tile_rk == s.tile_rv else 8 * rows * s.most_ranks
-    if s.has_float16_weights and s.tile_e > 256:  # weights of few keys, and maxima of |av|
-        exchange += 8 * rows * s.most_ranks
     key = _buffer_bytes(s, c, heads) + 8 * s.tile_rk * ranks + products + exchange
     # Before the loop q is formed of aq and bq; after it the output is stored.
     forms_query = s.has_bq and not s.is_rank_first

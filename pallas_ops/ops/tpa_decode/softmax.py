@@ -13,6 +13,8 @@ from pallas_ops.ops.tpa_decode.keys import Keys
 from pallas_ops.ops.tpa_decode.tiles import Plan, Rows
 from pallas_ops.ops.tpa_decode.words import interleave
 
+LEAST_WEIGHT = 2.0**-100  # float16 weights are divided by their largest, or by this
+
 
 class State(NamedTuple):
     """What a tile of rows has of earlier keys."""
@@ -20,7 +22,7 @@ class State(NamedTuple):
     maximum: jax.Array  # [rows]: of the scores, base 2
     total: jax.Array  # [rows] or [rows, parts]: sums of exponentials (`_sums_of_threads`)
     accs: list[jax.Array]  # [rows, E], of eight bits two tiles: weighted sums of values
-    largest: jax.Array | None  # [rows]: of |av|, where the accs are of float16 weights (`weights`)
+    largest: jax.Array | None  # [rows]: of |p av|, where weights are float16 (see `weights`)
 
 
 class Weights(NamedTuple):
@@ -42,29 +44,31 @@ def empty(plan: Plan, rows: Rows) -> State:
         jnp.full(count, -HUGE, jnp.float32),
         jnp.zeros(total.shape, jnp.float32),
         [acc] * plan.s.features_per_word,
-        jnp.full(count, 2.0**-24, jnp.float32) if plan.s.has_float16_weights else None,
+        jnp.full(count, LEAST_WEIGHT, jnp.float32) if plan.s.has_float16_weights else None,
     )
 
 
 def weights(keys: Keys, rows: Rows, score: jax.Array, state: State, av: Any) -> Weights:
     """One step of the online softmax: the new maximum, and the exponentials times av.
 
-    float16 weights are multiplied by 2**15 over the largest |av| so far. So they do not overflow,
-    and lose no bits where av is small. `store` divides the sums by the same factor.
+    float16 weights are multiplied by 2**15 over the largest so far. So they do not overflow, and
+    lose no bits where all are small. `store` divides the sums by the same factor.
     """
     plan, s = keys.plan, keys.plan.s
     maximum = jnp.maximum(state.maximum, score.max(axis=1))
     p = exp2(score - maximum[:, None])
     rescale = exp2(state.maximum - maximum)
     weight, av = heads.each_rank(p, s.rv), heads.load(keys, rows, av, s.rv)
-    largest, rescale_accs = None, rescale
-    if state.largest is not None:
-        largest = jnp.maximum(state.largest, jnp.abs(av).max(axis=1))
-        weight *= (2.0**15 / largest)[:, None]
-        rescale_accs = rescale * (state.largest / largest)
     if plan.output_pieces == 1 and s.dtype == "bfloat16":
         weight, av = weight.astype(jnp.bfloat16), av.astype(jnp.bfloat16)
-    return Weights(maximum, largest, rescale, rescale_accs, p, weight * av)
+    weight *= av
+    if state.largest is None:
+        return Weights(maximum, None, rescale, rescale, p, weight)
+    # Not of |av|: where av is gathered, Triton would take its maximum in a layout of many threads.
+    earlier = state.largest * rescale
+    largest = jnp.maximum(jnp.maximum(earlier, jnp.abs(weight).max(axis=1)), LEAST_WEIGHT)
+    weight *= (2.0**15 / largest)[:, None]
+    return Weights(maximum, largest, rescale, earlier / largest, p, weight)
 
 
 def add_values(plan: Plan, state: State, step: Weights, bv: list[jax.Array]) -> State:
