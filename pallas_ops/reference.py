@@ -101,10 +101,11 @@ def md_lrpe_cosine(
     act: Act = "none",
     axis: SupportsIndex | None = None,
     layout: Layout = "BNHD",
+    axis_name: AxisName | None = None,
 ) -> jax.Array:
     """`pallas_ops.md_lrpe_cosine` in jax.numpy."""
-    options = positions, act, axis, layout
-    return _lrpe.evaluate(*_lrpe.prepare(x, theta, *options, grid=(shape, num_prefix_tokens)))
+    options, grid = (positions, act, axis, layout), (shape, num_prefix_tokens)
+    return _lrpe.evaluate(*_lrpe.prepare(x, theta, *options, axis_name=axis_name, grid=grid))
 
 
 def tpa_decode(

@@ -112,6 +112,25 @@ def test_given_positions_are_the_shards_own(rng: Rng) -> None:
     assert_close(got, want, terms=64)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret", None])
+@pytest.mark.parametrize("given", [False, True])
+def test_grids_by_name(rng: Rng, given: bool, implementation: Any) -> None:
+    """Rows of the grid, and the prefix tokens, end within shards; positions are the shard's own."""
+    mesh, (x, theta, do) = shards.line(8), arrays(rng, 16)
+    grid = jnp.indices((2, 5)).reshape(2, -1).T
+    places = jnp.concatenate([jnp.full((6, 2), 7), grid]) / 2  # those of the prefix count as 0
+
+    def fn(x: jax.Array, theta: jax.Array, places: jax.Array, **kwargs: Any) -> jax.Array:
+        where: Any = dict(shape=None, positions=places) if given else dict(shape=(2, 5))
+        options: Any = dict(num_prefix_tokens=6, act="softmax", axis=1, **where, **kwargs)
+        return pallas_ops.md_lrpe_cosine(x, theta, **options)
+
+    run = partial(fn, axis_name="x", implementation=implementation)
+    over = jax.shard_map(run, mesh=mesh, in_specs=(spec(), P(), P("x")), out_specs=spec())
+    got, want = (jax.jit(shards.with_pullback(f, 3))(x, theta, places, do) for f in (over, fn))
+    assert_close(got, want, terms=64)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_second_derivatives_and_vmap(rng: Rng, implementation: Any) -> None:
@@ -186,6 +205,22 @@ def test_shards_of_nothing() -> None:
 def test_names_that_are_refused() -> None:
     with pytest.raises(ValueError, match="axis_name is 'z'; accepted: None, or a mesh axis of the"):
         pallas_ops.lrpe_cosine(jnp.ones((2, 8, 1, 4)), jnp.ones((1, 4)), axis_name="z")
+
+
+@pytest.mark.parametrize(
+    ("shape", "prefix", "accepted"),
+    [((8,), 0, r"sizes with num_prefix_tokens \+ prod\(shape\) = N of 4 shards = 32"),
+     (None, 33, "at most N of 4 shards = 32")],
+)  # fmt: skip
+def test_sizes_of_the_whole_sequence(shape: Any, prefix: int, accepted: str) -> None:
+    options: Any = dict(shape=shape, num_prefix_tokens=prefix, axis_name="x")
+    if shape is None:
+        options["positions"] = jnp.ones((8, 1))
+    fn = partial(pallas_ops.md_lrpe_cosine, **options)
+    with pytest.raises(ValueError, match=f"num_prefix_tokens .*{prefix}; accepted: {accepted}"):
+        shards.mapped(fn, shards.line(4), (spec(), P()), spec())(
+            jnp.ones((2, 32, 1, 4)), jnp.ones((1, 4))
+        )
 
 
 def test_the_axis_of_a_vmap_has_no_gradient_outside_of_it() -> None:

@@ -93,6 +93,23 @@ def test_nan_in_the_cache_reaches_its_own_batch_element_only(rng: Rng, implement
     assert np.isnan(out[1]).all()
 
 
+@pytest.mark.parametrize("implementation", [KERNEL, "xla"])
+@pytest.mark.parametrize("precision", ["highest", "default"])  # ranks first, or q first
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_query_that_is_not_finite_reaches_no_other(
+    rng: Rng, precision: Any, bad: float, implementation: Any
+) -> None:
+    aq, ak, av, bq, bk, bv = factors(rng, jnp.bfloat16, n=5, r=6, rk=2, rv=2)
+    run = both(implementation, precision=precision)
+    want = [np.asarray(x) for x in run(aq, ak, av, bq, bk, bv)]
+    got = run(aq.at[:, 0, 1, 2].set(bad), ak, av, bq.at[:, 2, 1, 3].set(bad), bk, bv)
+    is_bad = np.zeros(want[1].shape, bool)
+    is_bad[:, 2] = is_bad[:, 0, 1] = True
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[~is_bad], y[~is_bad])
+        assert np.isnan(np.asarray(x, np.float32)[is_bad]).all()
+
+
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])
 def test_gradient_of_keys_that_do_not_exist_is_zero(rng: Rng, implementation: Any) -> None:
     xs = factors(rng, b=3, m=40)

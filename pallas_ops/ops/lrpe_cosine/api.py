@@ -85,6 +85,7 @@ def md_lrpe_cosine(
     act: Act = "none",
     axis: SupportsIndex | None = None,
     layout: Layout = "BNHD",
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
     config: LrpeCosineConfig | None = None,
 ) -> jax.Array:
@@ -97,7 +98,8 @@ def md_lrpe_cosine(
     The first E features turn by the first index, the next E by the second, and so on. Prefix
     tokens (a class token, say) get angle 0: concat(act(x), 0).
 
-    What is not listed here (x, act, axis, layout, implementation, config) is as for `lrpe_cosine`.
+    What is not listed here (x, act, axis, layout, axis_name, implementation, config) is as for
+    `lrpe_cosine`. With axis_name, shape and num_prefix_tokens are those of the whole sequence.
 
     Args:
       theta: [H, E] or [1, E], with K * E >= D if K > 1; for K = 1 as `lrpe_cosine` takes it.
@@ -115,7 +117,8 @@ def md_lrpe_cosine(
     Source: the kernels md_lrpe_cosine of xopes, to which it adds what `lrpe_cosine` adds.
     """
     options = act, axis, layout, implementation, config
-    return _run(*prepare(x, theta, positions, *options, grid=(shape, num_prefix_tokens)))
+    grid = shape, num_prefix_tokens
+    return _run(*prepare(x, theta, positions, *options, axis_name=axis_name, grid=grid))
 
 
 def prepare(
@@ -138,7 +141,9 @@ def prepare(
     shape, prefix = (None, 0) if grid is None else refusals.grid(*grid, given=given)
     places = checks.optional_array("positions", positions)
     structs = [checks.signature(array) for array in (x, theta, first, places)]
-    facts: Any = grid is not None, shape, prefix, checks.axis_name(axis_name)
+    names = checks.axis_name(axis_name)
+    num_shards = 1 if names is None else jax.lax.axis_size(names)
+    facts: Any = grid is not None, shape, prefix, names, num_shards
     if places is not None and grid is None:
         places = places[..., None]
     return refusals.params(*structs, *facts, *options), x, theta, first, places
@@ -153,11 +158,13 @@ def evaluate(
 ) -> jax.Array:
     """The output, cos before sin along the features."""
     theta = partition.gathered(theta.astype(wide(x.dtype)), 1)
-    if positions is not None:
-        positions = reference.without_prefix(positions, params.num_prefix_tokens)
-        positions = positions.astype(theta.dtype)
-    whole = partition.gathered(x, x.ndim - 1)
     index = None if params.axis_name is None else jax.lax.axis_index(params.axis_name)
+    if positions is not None:
+        prefix: jax.Array | int = params.num_prefix_tokens
+        if index is not None:  # those among this shard's tokens
+            prefix = prefix - index * positions.shape[-2]
+        positions = reference.without_prefix(positions, prefix).astype(theta.dtype)
+    whole = partition.gathered(x, x.ndim - 1)
     four = whole if x.ndim == 4 else whole[:, :, None]
     operands = shards.unify(four, theta, offset, positions, index)[:4]
     if params.implementation == "xla":

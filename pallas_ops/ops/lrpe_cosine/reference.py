@@ -28,9 +28,9 @@ def token_positions(p: Params, n: int, offset: Any, first: jax.Array | int = 0) 
     return jnp.stack(angles.indices(token, p.shape, p.num_prefix_tokens, offset), axis=-1)
 
 
-def without_prefix(positions: jax.Array, num_prefix_tokens: int) -> jax.Array:
+def without_prefix(positions: jax.Array, num_prefix_tokens: jax.Array | int) -> jax.Array:
     """Positions [..., N, K], with those of the prefix tokens set to 0."""
-    if num_prefix_tokens == 0:
+    if isinstance(num_prefix_tokens, int) and num_prefix_tokens == 0:
         return positions
     token = jax.lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 2)
     prefix = reshard_like(token < num_prefix_tokens, positions)

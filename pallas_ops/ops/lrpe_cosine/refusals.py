@@ -83,6 +83,7 @@ def params(
     shape: tuple[int, ...] | None,
     num_prefix_tokens: int,
     axis_name: tuple[str, ...] | None,
+    num_shards: int,
     act: str,
     axis: int | None,
     layout: str,
@@ -100,13 +101,16 @@ def params(
         num_axes = _check_positions(positions, axes, num_axes, on_grid=on_grid)
     of_theta = _check_theta(theta, axes.sizes, num_axes)
     n, d = axes.sizes["N"], axes.sizes["D"]
-    if shape is not None and num_prefix_tokens + math.prod(shape) != n:
+    every, of_shards = n * num_shards, f" of {num_shards} shards" if axis_name else ""
+    if shape is not None and num_prefix_tokens + math.prod(shape) != every:
         raise ValueError(
             f"shape is {shape} and num_prefix_tokens {num_prefix_tokens}; accepted: sizes with "
-            f"num_prefix_tokens + prod(shape) = N = {n}"
+            f"num_prefix_tokens + prod(shape) = N{of_shards} = {every}"
         )
-    if isinstance(n, int) and num_prefix_tokens > n:
-        raise ValueError(f"num_prefix_tokens is {num_prefix_tokens}; accepted: at most N = {n}")
+    if isinstance(n, int) and num_prefix_tokens > every:
+        raise ValueError(
+            f"num_prefix_tokens is {num_prefix_tokens}; accepted: at most N{of_shards} = {every}"
+        )
     kind = _act(act, axis, len(x.shape), layout)
     if config is not None:
         _check_config(config, kind, d)

@@ -185,6 +185,13 @@ def _load_queries(
     s, scale = plan.s, plan.p.score_scale * LOG2E
     queries = [rows.load_aq(aq_ref) for rows in tiles]
     bq = None if bq_ref is None else load(bq_ref, *tiles[0].bq_indices())
+    if bq is not None and plan.c.block_n > 1:
+        # Times the zeros of the block diagonal, NaN would reach other queries. Both are loaded once
+        # more: tiles that are computed, not loaded, would be read from shared memory in each step.
+        is_finite = jnp.where(jnp.abs(bq) < jnp.inf, 0, 1).max(axis=1) == 0
+        i, j, mask = tiles[0].bq_indices()
+        bq = load(bq_ref, i, j, mask & is_finite[:, None])
+        queries = [rows.load_aq(aq_ref, is_finite) for rows in tiles]
     if bq is not None and not s.is_rank_first:
         queries, bq, scale = [scale * dot(aq, bq, pieces=3) for aq in queries], None, 1.0
     if s.precision == "default":

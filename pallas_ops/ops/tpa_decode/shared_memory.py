@@ -75,10 +75,11 @@ def _operand_bytes(s: Sizes, *, backward: bool = False) -> tuple[int, int]:
     """Bytes of a number in a product with its own dtype, and in one with float32.
 
     Products of TF32 take two float32, the number and its rest; the pieces of bfloat16 that float16
-    is multiplied in elsewhere than in weights take no more (see `matmul`).
+    is multiplied in (gradients, eight bits, float32 queries: see `matmul`) take no more.
     """
     own = 8 if s.dtype == "float32" or s.wide_queries else 2
-    return own, 2 if s.is_plain_bfloat16 or (s.has_float16_weights and not backward) else 8
+    is_plain_float16 = s.dtype == "float16" and not (s.wide_queries or s.quantised)
+    return own, 2 if s.is_plain_bfloat16 or (is_plain_float16 and not backward) else 8
 
 
 def _buffer_bytes(s: Sizes, c: TpaDecodeConfig, heads: int, *, backward: bool = False) -> int:

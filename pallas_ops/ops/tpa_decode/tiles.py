@@ -195,11 +195,15 @@ class Rows:
         column = span(self.plan.s.features(size))
         return self.index, column, self.inside[:, None] & (column < size)[None, :]
 
-    def load_aq(self, ref: Ref) -> jax.Array:
-        """[rows, queries x ranks]; without bq [rows, D]"""
+    def load_aq(self, ref: Ref, is_finite: jax.Array | None = None) -> jax.Array:
+        """[rows, queries x ranks], NaN at ranks that are not finite in bq; without bq [rows, D]"""
         if not self.plan.s.has_bq:
             return load(ref, *self.tile_indices(self.plan.s.d))
-        return load(ref, self.index, self.rank, self.own_ranks)
+        if is_finite is None:
+            return load(ref, self.index, self.rank, self.own_ranks)
+        mask = self.own_ranks & is_finite[None, :]
+        other = jnp.where(self.own_ranks & ~mask, jnp.nan, 0).astype(ref.dtype)
+        return plgpu.load(ref.at[self.index[:, None], self.rank[None, :]], mask=mask, other=other)
 
     def bq_indices(self) -> Indices:
         """The indices of the tile [queries x ranks, D] of bq [N R, D]."""
