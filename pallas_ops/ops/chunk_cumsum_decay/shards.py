@@ -1,11 +1,10 @@
 """chunk_cumsum_decay over the shards of its axis.
 
-What a shard's first sum starts from, its carry, is the sum over a range of positions that ends
-where the shard begins: what precedes it of its chunk and, with a shift along the sequence, one
-position more. So a shard adds up those of its own positions that the next one's range has, and
-passes the sum on: to the next shard, if no chunk is longer than a shard and `axis_name` is one mesh
-axis, else to all. Where a shift is of the sums, the range is the chunk before the shard, whose sum
-also is its first result.
+A chunk may begin in an earlier shard. Then the first sum of a shard starts from a carry: the sum of
+the chunk's positions before the shard (and of one position more, with a shift along the sequence).
+Each shard adds up those of its own positions that are in the next shard's carry, and sends the sum:
+to the next shard if no chunk is longer than a shard and `axis_name` is one mesh axis, else to all.
+Where the sums are shifted, the carry is the sum of the chunk before the shard: its first result.
 
 All this goes in the direction of the sum: in reverse a shard begins at its end.
 """

@@ -50,8 +50,8 @@ class Chunks(Ranges):
         self.params, self.table_ref = plan.params, table_ref
         self.step = -1 if plan.view.reverse else 1  # to the position that the sum meets next
         self.shifts_x = self.params.shift is not None and not self.params.shift_result
-        # Along a last axis tiles are loaded as they are, so that loads stay wide, and the sums
-        # exclude their own position.
+        # Along a last axis the shift is not in the loads, which then would not be aligned: each sum
+        # leaves out its own position instead.
         self.exclusive = self.shifts_x and plan.view.s.c == plan.c.num_steps == 1
         self.live: jax.Array | None = None  # whether a chunk is of a sequence; None if all are
         super().__init__(plan.view)

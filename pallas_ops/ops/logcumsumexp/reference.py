@@ -183,10 +183,7 @@ def _totals(xs: tuple[jax.Array, ...]) -> State:
 
 
 def _num_segments(shape: tuple[int, ...]) -> int:
-    """Segments of about as many positions as there are segments, or of fewer in few columns.
-
-    One where the axis is short, or its size symbolic.
-    """
+    """About sqrt(n) segments, more where there are few columns; 1 if n is small or symbolic."""
     n, columns = shape[0], math.prod(shape[1:])
     if not isinstance(n, int):
         return 1

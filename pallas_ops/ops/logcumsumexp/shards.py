@@ -53,9 +53,9 @@ class Shard:
         """`forward` where XLA shards the passes: what one device would save, or its shard of that.
 
         XLA may shard the backward pass in another way, or not at all. Where shards begin at tiles,
-        their states are sharded like x. Elsewhere every shard has the states of all tiles, which
-        come from a second scan, of the numbers from the first tile on that begins in the shard;
-        the others come after them.
+        their states are sharded like x. Elsewhere every shard has the states of all tiles: each
+        shard scans its numbers a second time, from its first tile on (those before that tile are
+        rolled to the end), and the shards exchange the states of their tiles.
         """
         axis, n, block_n = self.params.axis, x.shape[self.params.axis], self.params.block_n
         before, last = self._states(self.run("totals", x), *given)

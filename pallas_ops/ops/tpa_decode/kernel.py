@@ -60,7 +60,7 @@ def forward(*operands: jax.Array | None, p: Params) -> tuple[jax.Array, jax.Arra
         out_specs=[*map(per_split, results)],
         out_shape=results,
         num_warps=c.num_warps,
-        # Triton divides the stages between two dependent copies, of the table and of its pages.
+        # A page is copied after its place was read from the table: Triton halves the stages for it.
         num_stages=c.num_stages if s.pages is None else 2 * c.num_stages - 1,
     )
     if splits > 1:

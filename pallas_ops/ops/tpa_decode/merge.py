@@ -20,9 +20,8 @@ def merge(
 ) -> tuple[jax.Array, jax.Array]:
     """Partial results out [B, S, rows, E] and lse [B, S, rows], merged over S.
 
-    One launch merges `block` splits (at most 1,024) at a time; if these are not all, another one
-    merges what came of it. A program takes few rows and columns, so that a thread has 64 numbers,
-    of all its splits if these are few.
+    One launch merges `block` splits (at most 1,024) at a time. If there are more, another launch
+    merges the results. A program takes so few rows and columns that a thread holds 64 numbers.
     """
     (b, splits, rows, e), block = out.shape, min(block, 1024)
     size, width = (4, min(64, tile(e))) if block <= 64 else (1, 32)
