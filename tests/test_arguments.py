@@ -76,6 +76,16 @@ def test_lists_are_arrays(name: str) -> None:
     assert_close(op(**call | arrays), op(**call))
 
 
+def test_objects_that_are_arrays_to_jax() -> None:
+    class Lengths:
+        def __jax_array__(self) -> jax.Array:
+            return jnp.asarray([2, 1])
+
+    op, call = pallas_ops.tpa_decode, CALLS["tpa_decode"]
+    lengths: Any = Lengths()
+    assert_close(op(**call | dict(lengths=lengths)), op(**call | dict(lengths=[2, 1])))
+
+
 REFUSED = [
     ("chunk_cumsum_decay", dict(shift="Chunk"), ValueError),
     ("chunk_cumsum_decay", dict(chunk_size=-3), ValueError),

@@ -102,6 +102,7 @@ def test_refusals(change: dict[str, Any], error: type[Exception], message: str) 
         ),
         (dict(positions=jnp.ones((2, 5, 2)), shape=None), ValueError, r"accepted: .* with N=6"),
         (dict(positions=jnp.arange(6)), ValueError, r"accepted: \[N, K\] or \[B, N, K\]"),
+        (dict(shape=None, positions=jnp.ones((6, 0))), ValueError, "an int for K, 1 or more"),
         (
             dict(positions=jnp.ones((6, 2)), shape=None, num_prefix_tokens=7),
             ValueError,

@@ -51,17 +51,34 @@ def test_keys_beyond_the_length_do_not_exist(
     assert (np.asarray(got[1][0]) == -np.inf).all()
 
 
+@pytest.mark.parametrize("implementation", [KERNEL, "xla"])
 @pytest.mark.parametrize(("n", "rk"), [(1, 1), (3, 2), (70, 2)])  # passes, and in chunks
-def test_nan_in_the_cotangents_of_queries_that_see_no_key(rng: Rng, n: int, rk: int) -> None:
+def test_nan_in_the_cotangents_of_queries_that_see_no_key(
+    rng: Rng, n: int, rk: int, implementation: Any
+) -> None:
     """It goes nowhere: where the loss masks such a query, its derivative may be 0 * inf."""
     xs = factors(rng, n=n, rk=rk, rv=rk)
     lengths = jnp.asarray([40, 0], jnp.int32)
     cotangents = random_cotangents(rng, jax.eval_shape(both(), *xs))
-    (_, lse), want = pulled(KERNEL)(xs, lengths, cotangents)
+    (_, lse), want = pulled(implementation)(xs, lengths, cotangents)
     blind = np.isinf(lse)
     assert blind.any()
     bad = tuple(poisoned_with(jnp.nan, x, blind) for x in cotangents)
-    assert_close(pulled(KERNEL)(xs, lengths, bad)[1], want)
+    assert_close(pulled(implementation)(xs, lengths, bad)[1], want)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNEL])
+def test_nan_in_cotangents_through_pages_and_to_a_scale(rng: Rng, implementation: Any) -> None:
+    (aq, _, _, bq, _, _), (_, *heads, _, bk, bv) = factors(rng, n=3), factors(rng, b=5, m=8)
+
+    def run(*xs: jax.Array, bad: float) -> Any:
+        options: Any = dict(page_table=jnp.asarray([[0, 3], [4, 1]]), lengths=jnp.asarray([16, 2]))
+        fn = partial(pallas_ops.tpa_decode, **options, implementation=implementation)
+        out, pull = jax.vjp(lambda *xs: fn(*xs[:-1], scale_v=xs[-1]), *xs)
+        return pull(jnp.ones_like(out).at[1, 0].set(bad))
+
+    xs = aq, *heads, bq, bk, bv, jnp.float32(0.5)
+    assert_close(run(*xs, bad=np.nan), run(*xs, bad=0))
 
 
 @pytest.mark.parametrize("implementation", ["xla", KERNEL])

@@ -86,6 +86,13 @@ def test_small_heads_of_float16_beside_large_features() -> None:
     np.testing.assert_array_equal(y, [[76, -23]])
 
 
+@pytest.mark.parametrize("dtype8", DTYPES8)
+def test_the_smallest_features_are_not_lost(dtype8: Any) -> None:
+    """Their least power of two would be subnormal."""
+    x, y = pallas_ops.quantize_tpa_factors(jnp.full((1, 1), 1e36), jnp.full((1, 8), 1e-36), dtype8)
+    np.testing.assert_allclose(x * y.astype(jnp.float32), np.ones((1, 8)), rtol=1 / 16)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_quantised_features_that_are_not_finite_make_nan(bad: float) -> None:
     a, b = jnp.ones((2, 3)), jnp.array([[1.0, bad], [1.0, 2.0]])

@@ -65,9 +65,9 @@ def array(name: str, value: Any) -> jax.Array:
 
 def is_beyond(value: Any, least: int, most: int) -> bool:
     """Whether any integer is outside [least, most]; False for a jax.Array or a symbolic size."""
-    leaves = jax.tree.leaves(value)
-    if any(isinstance(x, jax.Array) or jax.export.is_symbolic_dim(x) for x in leaves):
-        return False
+    for x in jax.tree.leaves(value):
+        if isinstance(x, jax.Array) or hasattr(x, "__jax_array__") or jax.export.is_symbolic_dim(x):
+            return False
     given = np.asarray(value)
     return bool(np.any((given < least) | (given > most)))
 

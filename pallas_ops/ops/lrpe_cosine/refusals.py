@@ -143,8 +143,8 @@ def _check_positions(x: Struct, axes: checks.Axes, num_axes: int, *, on_grid: bo
         axes.learn("shape", K=num_axes)
     axes.check("positions", x, *(("N K", "B N K") if on_grid else ("N", "B N")))
     count = axes.sizes.pop("K")
-    if not isinstance(count, int):
-        raise ValueError(f"positions.shape is {x.shape}; accepted: an int for K")
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"positions.shape is {x.shape}; accepted: an int for K, 1 or more")
     return count
 
 

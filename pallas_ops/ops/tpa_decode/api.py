@@ -95,8 +95,8 @@ def tpa_decode(
         the other rows are; the output (not the log-sum-exp) also in a cache of another size. The
         keys are then divided into parts of 512, and not by what fills the card (on an H200 1.05 to
         1.3 times the default's time, for one sequence up to 1.8 times). jax.numpy promises the same
-        for other batches alone, and on a CPU only: for a GPU XLA may compile a batch of one in
-        another way.
+        for other batches alone, on a CPU, and without `jax.vmap`: elsewhere XLA may compile a batch
+        of one in another way.
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which M is sharded, in order; partial results are merged by their log-sum-exp in one
         exchange, and `lengths` count over all shards.
@@ -220,7 +220,7 @@ def evaluate(
     if params.axis_name is not None:
         out, lse = reference.merge_shards(out, lse, params.axis_name)
     if value_scale is not None:
-        out = out * value_scale.astype(full)
+        out = reference.without_blind_queries(out * value_scale.astype(full), lse)
     return out.astype(dtype), lse
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_ops.core import card
-from pallas_ops.ops.tpa_decode import formed, prompt, prompt_backward
+from pallas_ops.ops.tpa_decode import formed, prompt, prompt_backward, reference
 from pallas_ops.ops.tpa_decode.choose import queries_of_pass
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from pallas_ops.ops.tpa_decode.kernel_backward import one_pass
@@ -37,9 +37,8 @@ def _without_blind_queries(o: Operands) -> Operands:
     """The operands, with cotangent 0 for queries that see no key: a NaN would reach all keys."""
     if o.lengths is None and o.aq.shape[1] <= o.m:
         return o
-    sees = o.lse > -jnp.inf
-    dlse = None if o.dlse is None else jnp.where(sees, o.dlse, 0)
-    return o._replace(dout=jnp.where(sees[..., None], o.dout, 0), dlse=dlse)
+    dlse = None if o.dlse is None else jnp.where(o.lse == -jnp.inf, 0, o.dlse)
+    return o._replace(dout=reference.without_blind_queries(o.dout, o.lse), dlse=dlse)
 
 
 def _in_blocks(o: Operands, p: Params, block_n: int) -> tuple[jax.Array, ...]:

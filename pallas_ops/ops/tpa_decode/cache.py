@@ -179,7 +179,7 @@ def _quantised(a: jax.Array, b: jax.Array, narrow: Any) -> tuple[jax.Array, jax.
     least = (_largest(y) / top).astype(jnp.float32)
     exponent = _exponent(least)
     exponent = jnp.where(least > _power_of_two(exponent), exponent + 1, exponent)
-    s = _power_of_two(_in_range(jnp.where(least > 0, exponent, 0), a))
+    s = _power_of_two(_in_range(jnp.where(_largest(y) > 0, exponent, 0), a))
     y = y / s.astype(y.dtype)
     y = jnp.clip(jnp.round(y) if is_int else y, -top, top)
     x = a.astype(wide(a.dtype)) * jnp.where(known, s, jnp.nan).astype(wide(a.dtype))

@@ -168,18 +168,24 @@ def attend(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
     score = p.score_scale * _einsum("bnhkm,bmkh->bnhm", score, o.ak)
     weight, lse = softmax(score, seen)
     weight = p.value_scale * _einsum("bnhm,bmkh->bnhkm", weight, o.av)
-    return _einsum("bnhkm,bmke->bnhe", weight, o.bv), lse
+    out = _einsum("bnhkm,bmke->bnhe", weight, o.bv)
+    return out if seen is None else without_blind_queries(out, lse), lse
 
 
-def naive(p: Params, o: Operands) -> tuple[jax.Array, None]:
-    """The output of `forward`, by materialising q, k and v in their factors' dtypes."""
+def without_blind_queries(x: jax.Array, lse: jax.Array) -> jax.Array:
+    """x [B, N, H, E], and 0 for queries that see no key: their cotangents may be NaN."""
+    return jnp.where(lse[..., None] == -jnp.inf, 0, x)
+
+
+def naive(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
+    """`forward`, by materialising q, k and v in their factors' dtypes."""
     o, seen = of_seen_keys(p, from_pages(o))
     q = query(o.aq, o.bq).astype(o.aq.dtype)
     k = _einsum("bmkh,bmkd->bmhd", o.ak, o.bk).astype(o.ak.dtype)
     v = _einsum("bmkh,bmke->bmhe", o.av, o.bv).astype(o.av.dtype)
-    weight, _ = softmax(p.score_scale * _einsum("bnhd,bmhd->bnhm", q, k), seen)
+    weight, lse = softmax(p.score_scale * _einsum("bnhd,bmhd->bnhm", q, k), seen)
     out = p.value_scale * _einsum("bnhm,bmhe->bnhe", weight, v)
-    return out.astype(p.out_dtype), None
+    return without_blind_queries(out, lse).astype(p.out_dtype), lse
 
 
 def query(aq: jax.Array, bq: jax.Array | None, scale: float = 1.0) -> jax.Array:
