@@ -64,7 +64,8 @@ def weights(keys: Keys, rows: Rows, score: jax.Array, state: State, av: Any) -> 
     weight *= av
     if state.largest is None:
         return Weights(maximum, None, rescale, rescale, p, weight)
-    # Not of |av|: where av is gathered, Triton would take its maximum in a layout of many threads.
+    # The largest |p av|, not |av|: in a gathered av the numbers of a row are in many threads, which
+    # would exchange their maxima in each step. Weights have the layout of scores.
     earlier = state.largest * rescale
     largest = jnp.maximum(jnp.maximum(earlier, jnp.abs(weight).max(axis=1)), LEAST_WEIGHT)
     weight *= (2.0**15 / largest)[:, None]
