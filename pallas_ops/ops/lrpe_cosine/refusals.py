@@ -101,16 +101,7 @@ def params(
         num_axes = _check_positions(positions, axes, num_axes, on_grid=on_grid)
     of_theta = _check_theta(theta, axes.sizes, num_axes)
     n, d = axes.sizes["N"], axes.sizes["D"]
-    every, of_shards = n * num_shards, f" of {num_shards} shards" if axis_name else ""
-    if shape is not None and num_prefix_tokens + math.prod(shape) != every:
-        raise ValueError(
-            f"shape is {shape} and num_prefix_tokens {num_prefix_tokens}; accepted: sizes with "
-            f"num_prefix_tokens + prod(shape) = N{of_shards} = {every}"
-        )
-    if isinstance(n, int) and num_prefix_tokens > every:
-        raise ValueError(
-            f"num_prefix_tokens is {num_prefix_tokens}; accepted: at most N{of_shards} = {every}"
-        )
+    _check_tokens(shape, num_prefix_tokens, n, num_shards)
     kind = _act(act, axis, len(x.shape), layout)
     if config is not None:
         _check_config(config, kind, d)
@@ -132,6 +123,18 @@ def params(
         implementation=chosen,
         config=config,
     )
+
+
+def _check_tokens(shape: tuple[int, ...] | None, prefix: int, n: Any, num_shards: int) -> None:
+    """Whether the tokens of the prefix and of the grid are the n tokens of each shard."""
+    every, of_shards = n * num_shards, f" of {num_shards} shards" if num_shards > 1 else ""
+    if shape is not None and prefix + math.prod(shape) != every:
+        raise ValueError(
+            f"shape is {shape} and num_prefix_tokens {prefix}; accepted: sizes with "
+            f"num_prefix_tokens + prod(shape) = N{of_shards} = {every}"
+        )
+    if isinstance(n, int) and prefix > every:
+        raise ValueError(f"num_prefix_tokens is {prefix}; accepted: at most N{of_shards} = {every}")
 
 
 def _check_positions(x: Struct, axes: checks.Axes, num_axes: int, *, on_grid: bool) -> int:

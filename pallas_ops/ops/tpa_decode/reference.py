@@ -185,7 +185,8 @@ def naive(p: Params, o: Operands) -> tuple[jax.Array, jax.Array]:
     v = _einsum("bmkh,bmke->bmhe", o.av, o.bv).astype(o.av.dtype)
     weight, lse = softmax(p.score_scale * _einsum("bnhd,bmhd->bnhm", q, k), seen)
     out = p.value_scale * _einsum("bnhm,bmhe->bnhe", weight, v)
-    return without_blind_queries(out, lse).astype(p.out_dtype), lse
+    out = out if seen is None else without_blind_queries(out, lse)
+    return out.astype(p.out_dtype), lse
 
 
 def query(aq: jax.Array, bq: jax.Array | None, scale: float = 1.0) -> jax.Array:
