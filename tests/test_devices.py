@@ -50,9 +50,14 @@ def scans() -> list[Call]:
 
 
 def rotations() -> list[Call]:
-    arrays = ((2, N, 3, 16), (3, 16)), (SEQUENCE, WHOLE), SEQUENCE
+    line = partial(pallas_ops.lrpe_cosine, offset=7)
+    grid = partial(pallas_ops.md_lrpe_cosine, shape=(31, 66), num_prefix_tokens=2)
     acts: list[Any] = [dict(act="silu"), dict(act="softmax", axis=1), dict(act="softmax", axis=-1)]
-    return [(partial(pallas_ops.lrpe_cosine, **act, offset=7), *arrays) for act in acts]
+    return [
+        (partial(fn, **act), ((2, N, 3, 16), theta), (SEQUENCE, WHOLE), SEQUENCE)
+        for fn, theta in ((line, (3, 16)), (grid, (3, 8)))
+        for act in acts
+    ]
 
 
 def decoding() -> list[Call]:

@@ -24,7 +24,7 @@ def merge(
     merges the results. A program takes so few rows and columns that a thread holds 64 numbers.
     """
     (b, splits, rows, e), block = out.shape, min(block, 1024)
-    size, width = (4, min(64, tile(e))) if block <= 64 else (1, 32)
+    size, width = (128 // max(block, 32), min(64, tile(e))) if block <= 64 else (1, 32)
     blocks = pl.cdiv(splits, block)
     dtype = jnp.dtype(out_dtype if blocks == 1 else jnp.float32)
     results = [
