@@ -1,7 +1,7 @@
 """The ops in jax.numpy: same names, arguments and checks, without `implementation` and `config`.
 
 They are what `implementation="xla"` runs, but run eagerly unless the caller jits them. Those of
-`tpa_decode` have no `precision`, as they always compute in float32.
+`tpa_decode` have no `precision`: they compute in float32, or float64 for float64.
 """
 
 from collections.abc import Sequence

@@ -68,7 +68,10 @@ def test_positions_of_all_shards_are_counted_in_32_bits() -> None:
         aq = x[:, :1, :, None]
         return pallas_ops.tpa_decode(aq, x, x, None, x, x, window=9, axis_name="x")
 
-    for fn, shape in (sums, (1, 2**31)), (decode, (1, 2**31, 1)):
+    def rotate(x: jax.Array) -> jax.Array:
+        return pallas_ops.lrpe_cosine(x, jnp.ones((1, 1)), axis_name="x")
+
+    for fn, shape in (sums, (1, 2**31)), (decode, (1, 2**31, 1)), (rotate, (1, 2**31, 1, 1)):
         mapped = jax.shard_map(fn, mesh=cpu_mesh(), in_specs=P(None, "x"), out_specs=P(None, "x"))
         with pytest.raises(ValueError, match="all shards have 2147483648 positions; accepted: at"):
             jax.eval_shape(mapped, jax.ShapeDtypeStruct(shape, "float32"))

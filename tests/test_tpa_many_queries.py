@@ -1,6 +1,7 @@
 """Gradients of tpa_decode for many queries: in blocks of a kernel, or in chunks of jax.numpy."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_ops.core import card, launch
 from pallas_ops.core.card import H200
-from pallas_ops.ops.tpa_decode import backward, formed
+from pallas_ops.ops.tpa_decode import backward, formed, reference
 from pallas_ops.ops.tpa_decode.choose import queries_of_pass
-from pallas_ops.ops.tpa_decode.config import Sizes
+from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes
 from tests.support import (
     EPS32,
     assert_as_good_as_reference,
     case,
     in_turn,
     kernel_implementation,
+    random_array,
     random_cotangents,
 )
 from tests.tpa_decode import both, factors, loop_gradients, pulled
@@ -75,3 +78,19 @@ def test_how_many_queries_have_their_gradient_from_formed_keys() -> None:
     assert not formed.takes(dataclasses.replace(s, n=255, rk=1, rv=1))
     assert not formed.takes(dataclasses.replace(s, n=511, m=2**18))
     assert formed.takes(dataclasses.replace(s, n=512, m=2**18))
+
+
+def test_passes_that_no_kernel_takes_are_summed_in_float32(rng: Rng) -> None:
+    xs = factors(rng, jnp.bfloat16, b=1, n=128, m=20, h=300, r=2, d=8, e=8, rk=1)
+    xs = tuple(x if x.ndim == 4 else x[:, :, None] for x in xs)
+    p = Params(out_dtype="bfloat16", has_lse=False)
+    out, lse = reference.forward(*xs, None, None, p=p)
+    dout = random_array(rng, out.shape, jnp.bfloat16)
+    o = Operands(*xs)._replace(out=out, lse=lse, dout=dout)
+    with launch.interpreted(True), card.known(), pytest.warns(UserWarning, match="no kernel for"):
+        got = jax.jit(partial(backward.backward, p=p))(*o)
+    wide = [None if x is None else x.astype(jnp.float32) for x in o]
+    want = jax.jit(partial(reference.backward, p=p))(*wide)
+    for x, y in zip(got, want, strict=True):
+        error = np.linalg.norm(np.asarray(x, np.float32) - y) / np.linalg.norm(y)
+        assert error < 2**-9  # rounded once; rounded in each of 128 passes, some exceed it

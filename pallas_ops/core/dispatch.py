@@ -31,7 +31,7 @@ class Op:
 
     `kernel` and `reference` take the operands (None for an absent one) and the static keywords,
     and return a tuple. `operands` and `results` name the axes of each array, one word an axis,
-    as in an einsum: "b m h, b m d". An operand whose first axis is `b` may be batched
+    as in an einsum: ("b m h", "b m d"). An operand whose first axis is `b` may be batched
     along it.
 
     `shards` is (axis, of_shard). Where that axis is sharded, `of_shard(run, mesh_axes, *operands,

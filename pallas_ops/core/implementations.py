@@ -9,7 +9,7 @@ from pallas_ops.core import checks
 from pallas_ops.core.dispatch import Implementation
 
 IMPLEMENTATIONS = (None, "triton", "xla", "interpret")
-LONGEST = 2**31 - 2**20  # an axis along which an int32 counts, and a tile beyond
+LONGEST = 2**31 - 2**20  # positions of an axis: an int32 counts them, and a tile beyond the end
 
 
 def check(value: Any, config: Any, cls: type) -> None:

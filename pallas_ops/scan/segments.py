@@ -29,7 +29,7 @@ from pallas_ops.scan.view import Sizes
 Pair = tuple[jax.Array, jax.Array]
 
 FEW = 16  # segments of a column whose totals each program adds up on its own
-SCANNED = 512  # totals that a program scans at least, if there are so many
+SCANNED = 512  # totals that a program scans: several short columns share one program
 
 
 def shapes(s: Sizes) -> list[jax.ShapeDtypeStruct]:

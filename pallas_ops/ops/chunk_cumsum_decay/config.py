@@ -17,7 +17,7 @@ Shift = Literal["chunk", "sequence"]
 LINE_BYTES = 256  # of columns side by side: half as many cost a third of the speed
 TILE_BYTES = 4096  # of a warp's tile with columns
 ROW_ELEMENTS = 1024  # of a warp's tile along a last axis
-NARROW = 16  # up to so many columns, sums go mostly across lanes (num_steps is 1 or 2)
+NARROW = 16  # up to so many columns a lane sums 1 or 2 positions, and the rest is across lanes
 TALL = 2048  # positions of a column that is loaded at once
 MOST_WARPS = 4  # that are chosen for a program
 LEAST_SEGMENTS = 8  # of a chunk that is the whole axis: fewer do not make up for another pass
@@ -28,10 +28,10 @@ class ChunkCumsumDecayConfig:
     """Launch choices.
 
     A program sums `num_chunks` chunks in `block_c` columns, `block_n` positions of each at a time,
-    `num_steps` of which are neighbours that a lane adds up on its own. Along a last axis there are
-    no columns and `num_steps` is 1: a lane loads neighbours anyway. Where a chunk takes several
-    blocks, their loads run `num_stages` - 1 ahead. A chunk that is the whole axis can be cut into
-    `num_segments` segments: x is read twice, first for the sums that segments start from.
+    `num_steps` of which are neighbours that a lane adds up on its own. Along a last axis `block_c`
+    and `num_steps` are 1: what a lane loads at once are neighbours anyway. Where a chunk takes
+    several blocks, their loads run `num_stages` - 1 ahead. A chunk that is the whole axis can be
+    cut into `num_segments` segments: x is read twice, first for the sums that segments start from.
     """
 
     block_n: int
@@ -159,9 +159,9 @@ def _choose_tiles(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
         and elements // (32 * num_warps) > 2 * vector
     ):
         num_warps *= 2
+    is_one_tile = s.size <= block_n
     if s.c <= NARROW:
-        one_tile = s.size <= block_n
-        num_steps = 1 if s.c == 1 or (one_tile and programs >= 15 * card.num_sms) else 2
+        num_steps = 1 if s.c == 1 or (is_one_tile and programs >= 15 * card.num_sms) else 2
     else:
         num_steps = block_n if block_n <= 16 else 8
     return ChunkCumsumDecayConfig(
@@ -170,5 +170,5 @@ def _choose_tiles(s: Sizes, card: Card) -> ChunkCumsumDecayConfig:
         num_chunks=num_chunks,
         num_steps=min(block_n, num_steps),
         num_warps=num_warps,
-        num_stages=1 if s.size <= block_n else 3,
+        num_stages=1 if is_one_tile else 3,
     )

@@ -54,9 +54,9 @@ def range_too_large(x: jax.Array, state: State, pivot: jax.Array) -> jax.Array:
 
 
 def any_of(x: jax.Array) -> jax.Array:
-    """Whether any is true, in a form by which the compiler sees that a warp does not diverge.
+    """Whether any is true, as a number that the compiler knows to be the same in all lanes.
 
-    That form is a reduction over 32 equal numbers.
+    Branches on it do not diverge. It is a reduction over 32 equal numbers.
     """
     return jnp.broadcast_to(jnp.where(x, 1, 0).max(), (32,)).max() > 0
 

@@ -162,8 +162,8 @@ def _tile(ranges: Segments, first: Any, state: State, grad: State, refs: Refs) -
         if dx_ref is None:
             whole = sum_of(shares)
         else:
-            # No total is below 0. The comparison makes this scan depend on that of the sums, which
-            # is the order that takes the fewest registers.
+            # Always grad.total, as no total is below 0. The comparison makes this scan wait for the
+            # one above, which takes the fewest registers.
             tail = jnp.where(total < 0, 0.0, grad.total)
             grads, whole = running_sums(shares, tail, reverse=not mirrored)
             ranges.store_dx(tile, dx_ref, x_ref, e * grads)

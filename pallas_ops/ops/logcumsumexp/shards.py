@@ -1,6 +1,7 @@
 """logcumsumexp over the shards of its axis, with one exchange of a state a shard in each pass.
 
-(Where XLA shards the passes there are two backward, and two forward if shards cut tiles.)
+(Where XLA shards the passes, the backward pass has two exchanges, and so has the forward pass if
+shards do not begin at tiles.)
 
 Forward, each shard sums up its part of x as a pair (pivot, total), and starts from the sum of the
 pairs before it. Backward, each shard r finds u_r, the gradient of the total that it started from,

@@ -1,7 +1,7 @@
 """How logcumsumexp differentiates.
 
 Saved: x and the initial state, which the caller has, and a pair of float32 a tile, named so that
-`jax.checkpoint` can keep them. The backward pass recomputes the output in its tiles.
+`jax.checkpoint` can keep them. The backward pass recomputes the sums in its tiles.
 """
 
 import functools

@@ -123,7 +123,7 @@ def remainder(position: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array
 
 
 def sincos(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """sin and cos of 2 pi turn, within 2**-20 for |turn| <= 1, in 5 instructions."""
+    """sin and cos of 2 pi turn, within 2**-20 for |turn| <= 1 (4e-6 for 2), in 5 instructions."""
     if launch.is_interpreted():
         return exact_sincos(turn)
     angle = turn * (2 * math.pi)

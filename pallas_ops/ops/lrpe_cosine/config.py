@@ -17,8 +17,8 @@ SOFTMAX_FEATURES, SOFTMAX_SEQUENCE = "softmax_features", "softmax_sequence"
 
 WIDEST = 4096  # features that one tile can hold
 WALK_TILES = 8  # tiles that one step of a walk loads together
-# Backward walks store in every step, so they load fewer tiles together: no load is moved above a
-# store. The one for theta's gradient is pipelined: its copies are issued before earlier stores.
+# Walks that store load fewer tiles together, as the compiler moves no load above a store. The walk
+# for theta's gradient is pipelined: asynchronous copies are issued before earlier stores.
 STORING_WALK_TILES, MOST_STORING_STAGES = 2, 3
 SPREAD_ELEMENTS = 2**22  # elements of x from which on a copy of an unaligned theta pays
 
@@ -129,7 +129,7 @@ class Sizes(NamedTuple):
 
 
 def choose(s: Sizes, *, scattered: bool = False) -> LrpeCosineConfig:
-    """The launch of kernels that do not walk: 1,024 elements or a row, at least 8 a thread.
+    """The launch of kernels that do not walk: 1,024 elements or a row, if possible 8 a thread.
 
     Where theta is `scattered`, loaded element by element: 512 (or one row), a warp for each 512.
     """

@@ -6,10 +6,11 @@ own, which takes about 13 instructions an element.
 
 from jax.experimental import pallas as pl
 
+from pallas_ops.core.backend import plgpu
 from pallas_ops.core.tiles import Ref
 from pallas_ops.ops.lrpe_cosine.activation import activate, pull
 from pallas_ops.ops.lrpe_cosine.config import Operands, Plan
-from pallas_ops.ops.lrpe_cosine.tiles import Angles, Tile, load_softmax, store_at
+from pallas_ops.ops.lrpe_cosine.tiles import Angles, Tile, load_softmax
 
 
 def forward(refs: Operands, out_ref: Ref, *, plan: Plan) -> None:
@@ -35,4 +36,4 @@ def angles(refs: Operands, angles_ref: Ref, *, plan: Plan) -> None:
     block, block_d, head, b = map(pl.program_id, range(4))
     tile = Tile.of_tokens(plan, b, block, head, block_d)
     own = Angles(plan, refs)
-    store_at(angles_ref, own.cached_index(tile), own.turns(tile), tile.mask)
+    plgpu.store(angles_ref.at[own.cached_index(tile)], own.turns(tile), mask=tile.mask)

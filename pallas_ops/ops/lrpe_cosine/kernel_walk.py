@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_ops.core.backend import plgpu
 from pallas_ops.core.fastmath import LOG2E, exp2, multiply_add
 from pallas_ops.core.tiles import HUGE, Ref, split_evenly
 from pallas_ops.core.triton_ext import pipelined
 from pallas_ops.ops.lrpe_cosine.activation import activate, pull
 from pallas_ops.ops.lrpe_cosine.config import Operands, Plan, Softmax
-from pallas_ops.ops.lrpe_cosine.tiles import Angles, Tile, features, load_softmax, store_at
+from pallas_ops.ops.lrpe_cosine.tiles import Angles, Tile, features, load_softmax
 
 
 class Walk:
@@ -85,7 +86,7 @@ class Walk:
 
     def store(self, ref: Ref, value: jax.Array, *part: Any) -> None:
         """Stores one value per feature in an array [(parts,) B, H, D]."""
-        store_at(ref, (*part, self.b, self.head, self.feature), value, self.mask)
+        plgpu.store(ref.at[*part, self.b, self.head, self.feature], value, mask=self.mask)
 
 
 def forward(refs: Operands, out_ref: Ref, *softmax_refs: Ref, plan: Plan) -> None:

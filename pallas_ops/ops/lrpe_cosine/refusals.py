@@ -127,7 +127,8 @@ def params(
 
 def _check_tokens(shape: tuple[int, ...] | None, prefix: int, n: Any, num_shards: int) -> None:
     """Whether the tokens of the prefix and of the grid are the n tokens of each shard."""
-    every, of_shards = n * num_shards, f" of {num_shards} shards" if num_shards > 1 else ""
+    every = implementations.length(n, num_shards)
+    of_shards = f" of {num_shards} shards" if num_shards > 1 else ""
     if shape is not None and prefix + math.prod(shape) != every:
         raise ValueError(
             f"shape is {shape} and num_prefix_tokens {prefix}; accepted: sizes with "

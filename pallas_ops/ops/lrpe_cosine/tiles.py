@@ -80,7 +80,7 @@ class Tile:
     def store(self, ref: Ref, value: jax.Array, *half: int) -> None:
         """Stores the tile; `half` 0 or 1 selects cos or sin."""
         index = (self.b, self.row, *half, self.feature)
-        store_at(ref, index, value.astype(ref.dtype), self.mask)
+        plgpu.store(ref.at[index], value.astype(ref.dtype), mask=self.mask)
 
 
 def features(plan: Plan, block_d: Any) -> jax.Array:
@@ -98,11 +98,6 @@ def load_softmax(refs: Operands, at: Any) -> Softmax:
 def load_at(ref: Ref, index: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
     """The elements at an index of scalars and of arrays that broadcast; 0 outside the mask."""
     return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0.0)
-
-
-def store_at(ref: Ref, index: tuple[Any, ...], value: jax.Array, mask: jax.Array | None) -> None:
-    """Stores the elements that are inside the mask."""
-    plgpu.store(ref.at[index], value, mask=mask)
 
 
 class Angles:

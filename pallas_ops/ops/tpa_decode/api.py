@@ -59,7 +59,7 @@ def tpa_decode(
 
     Args:
       aq: query head factors [B, N, H, R]; bfloat16, float16, float32 (float64 runs the reference).
-        If R = H, nothing tells them apart: [B, N, R, H] is taken as it stands, and wrong.
+        If R = H, no check can tell [B, N, R, H] from it, whose result is wrong.
       ak: key head factors [B, M, H], or [B, M, Rk, H] with a key rank.
       av: value head factors [B, M, H], or [B, M, Rv, H].
       bq: query feature factors [B, N, R, D]. None: queries have no factors, and aq is q itself,
@@ -90,13 +90,13 @@ def tpa_decode(
         up to 128, without `window`, `batch_invariant` and `config`, k and v are formed and cuDNN
         attends to them (at most four times the error of rounding q, k and v). Without `lengths`
         and log-sum-exp cuDNN also computes the gradient. `jax.lax.Precision.HIGHEST`, `.HIGH` and
-        `.DEFAULT` mean the same; jax.numpy always computes in float32.
+        `.DEFAULT` mean the same; jax.numpy ignores it.
       batch_invariant: a row of the batch gets the same bits in every batch, whatever the lengths of
         the other rows are; the output (not the log-sum-exp) also in a cache of another size. The
-        keys are then divided into parts of 512, and not by what fills the card (on an H200 1.05 to
-        1.3 times the default's time, for one sequence up to 1.8 times). jax.numpy promises the same
-        for other batches alone, on a CPU, and without `jax.vmap`: elsewhere XLA may compile a batch
-        of one in another way.
+        keys are then divided into parts of 512 (more from 2**24 keys on), and not by what fills the
+        card (on an H200 1.05 to 1.3 times the default's time, for one sequence up to 1.8 times).
+        jax.numpy promises the same for other batches alone, on a CPU, and without `jax.vmap`:
+        elsewhere XLA may compile a batch of one in another way.
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which M is sharded, in order; partial results are merged by their log-sum-exp in one
         exchange, and `lengths` count over all shards.

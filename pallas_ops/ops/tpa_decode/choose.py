@@ -83,7 +83,7 @@ def _choose_keys(
 
 
 def _least_keys(s: Sizes, c: TpaDecodeConfig) -> int:
-    """The keys of a program from which on a second one pays for its own start, end and merge."""
+    """How many keys a program has at least, where two on one multiprocessor take less time."""
     if c.block_h <= 32 or not s.gathers(c.block_h):
         return 96 * c.num_warps
     needs_few = c.block_h > 64 or (c.block_h <= 48 and s.has_bq)
@@ -137,10 +137,10 @@ def _loop(s: Sizes, block_h: int, rows: int, keys: int) -> _Loop:
 
 
 def _is_long_for_two_warps(s: Sizes, block_h: int, keys: int) -> bool:
-    """Whether two warps, which exchange fewer maxima and weights than four do, take less time.
+    """Whether two warps take less time than four: they exchange fewer maxima and weights.
 
-    That is up to 11 % (1 to 2 % more with 17 to 24 heads and 1,024 keys a program of bfloat16).
-    float16 takes 20 % more with 248 keys. Other calls were not timed.
+    They take up to 11 % less. With 17 to 24 heads of bfloat16 and 1,024 keys a program they take 1
+    to 2 % more, with float16 and 248 keys 20 % more. Calls that were not timed have four.
     """
     if s.has_float16_weights:
         return keys >= 768 and s.pages is None

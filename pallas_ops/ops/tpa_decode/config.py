@@ -193,7 +193,7 @@ class Sizes:
             return False
         if self.h % 2 == 1:  # `cp.async` copies 4 bytes or more; every other row is aligned to 2
             return True
-        if backward or self.h == 32:
+        if backward:
             return False
         if self.h > 32:
             # Two tiles lack registers for more than words of two bfloat16 heads.
@@ -206,7 +206,8 @@ class Sizes:
     def prefetches_heads(self, block_h: int) -> bool:
         """Whether the head factors of the next step are loaded into registers: 5 to 8 % less time.
 
-        The page of a block would have to be waited for. Two tiles of float16 gain nothing.
+        Not with pages: the page number would have to be waited for. Two tiles of float16 gain
+        nothing.
         """
         fits = len(head_tiles(block_h)) == 1 or self.dtype == "bfloat16"
         return fits and self.pages is None and self.gathers(block_h)

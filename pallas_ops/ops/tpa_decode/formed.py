@@ -137,8 +137,8 @@ def _product(s: Sizes, are_matrices: bool) -> Callable[..., jax.Array]:
     """An einsum that sums in float32. With `precision="highest"` it is as exact as the kernel.
 
     With bfloat16 factors, XLA then multiplies three pairs of bfloat16 pieces on the tensor cores.
-    It does so correctly for two matrices only. If one operand is a vector (`are_matrices` is
-    False), XLA rounds each elementwise product to bfloat16, so float32 products are used.
+    It does so correctly for two matrices only: of a vector it rounds each elementwise product to
+    bfloat16. So there, and for fewer than 16 rows or columns, float32 products are used.
     """
     precision: Any = s.precision
     in_pieces = s.is_plain_bfloat16 and are_matrices

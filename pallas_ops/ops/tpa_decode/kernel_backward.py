@@ -41,6 +41,8 @@ def one_pass(o: Operands, p: Params, at_once: int | None = None) -> tuple[jax.Ar
     if config is None:
         error = no_kernel("tpa_decode_backward", s, card.current())
         fall_back("tpa_decode_backward", p.implementation, error)
+        if at_once is not None:
+            o = o.with_cache(lambda x: x.astype(jnp.float32))
         return reference.backward(*o, p=p)
     plan = Plan(s, config, p, backward=True)
     f = plan.flattened(o)

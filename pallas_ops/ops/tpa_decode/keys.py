@@ -79,14 +79,14 @@ class Keys:
         return seen if window is None else seen & (key >= last - window)
 
     def _spread(self, place: jax.Array) -> jax.Array:
-        """The key of the block at each place of a tile: an order without bank conflicts.
+        """Which key of the block each place of a tile has, so that reads have no bank conflicts.
 
         A warp reads a tile as the tensor cores hold it: at a time eight heads (4 banks of shared
-        memory) of four keys, or of four pairs of entries. The numbers of keys `step` apart are an
-        odd multiple of 4 or 8 banks apart, so the four do not meet: of 34 heads and two ranks a key
-        has 34 banks, and keys 2 apart are 68 banks apart, that is 4 of 32. In words of two heads
-        eight take 8 banks, and the distances are multiples of 8. No order helps where ranks times H
-        is a multiple of 32; rows of 64 heads are rotated (`load_block`).
+        memory) of four keys, or of four pairs of entries. Keys `step` apart lie an odd multiple of
+        4 banks apart, so the four reads have different banks. An example: with 34 heads and two
+        ranks a key fills 34 banks, so keys 2 apart lie 68 banks apart, which is 4 modulo 32. In
+        words of two heads eight words fill 8 banks, and keys lie multiples of 8 apart. No order
+        helps where ranks times H is a multiple of 32; rows of 64 heads are rotated (`load_block`).
         """
         s, block = self.plan.s, self.plan.c.block_m
         if self.plan.backward or not self.plan.gathers or s.most_ranks > 2:

@@ -69,7 +69,7 @@ def _merge_kernel(
     total = weight.sum(axis=0)
     nonzero = jnp.where(total == 0, 1.0, total)
     out = (out.astype(jnp.float32) * weight[:, :, None]).sum(axis=0) / nonzero[:, None]
-    # One split alone keeps its bits, so blocks without keys change none, however many there are.
+    # A split that is merged with splits without keys keeps its bits, however many these are.
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log2(nonzero) / LOG2E)
     store(merged_ref, out, i, j, (i < rows)[:, None] & (j < e)[None, :])
     plgpu.store(merged_lse_ref.at[i], lse, mask=(i < rows) & (pl.program_id(1) == 0))

@@ -48,8 +48,14 @@ def has_form(s: Sizes, p: Params) -> bool:
 
 
 def is_here() -> bool:
-    """Whether cuDNN is where the code is to run."""
-    return cudnn is not None and card.is_here() and not launch.is_interpreted()
+    """Whether cuDNN is where the code is to run, in a version that knows the card."""
+    if cudnn is None or not card.is_here() or launch.is_interpreted():
+        return False
+    try:
+        version = cudnn.check_cudnn_version()
+    except RuntimeError:
+        return False
+    return card.current().capability != 103 or version >= 91_100
 
 
 def parts_of_keys(n: int, m: int) -> list[tuple[slice, bool]]:

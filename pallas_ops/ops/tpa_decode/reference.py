@@ -50,7 +50,7 @@ def scales(sizes: Sequence[int], given: Sequence[Scale | None], dtype: Any) -> t
 def with_lengths(o: Operands, window: int | None, axis_name: Names | None) -> Operands:
     """Lengths [B] counted from the start of this shard's part of the cache (may be > M).
 
-    None if none were given; a shard then has them only for several queries or a window.
+    None if every query sees all M keys, or if none were given on one device.
     """
     lengths = None if o.lengths is None else as_int32(o.lengths)
     from_last = o.aq.shape[1] != 1 or window is not None

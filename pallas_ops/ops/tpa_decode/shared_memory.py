@@ -44,11 +44,11 @@ def backward_bytes(s: Sizes, c: TpaDecodeConfig) -> int:
     products = max(products, 4 * (rows_of_tile + s.tile_d))
     products += 4 * rows_of_tile * min(2, s.most_ranks) + 8 * ranks
     products += mixed * s.most_ranks * max(0, ranks - rows_of_tile)
-    if s.most_ranks > 2:  # seen: without bq up to 3.6 times as much, in float16 1.9, else 1.2
+    if s.most_ranks > 2:  # seen: up to 3.6 times as much without bq, 1.9 in float16, 1.2 otherwise
         most = 2.0 if s.dtype == "float16" else 1.25 if features <= 64 else 1.0
         products = int(products * (most if s.has_bq else 4.0))
     elif s.most_ranks == 2 and c.block_m >= 32 and not s.has_few_features:
-        # With 64 entries features may have a buffer more, which other terms do not always outweigh.
+        # With 64 entries Triton may keep one buffer of features more, which no other term counts.
         copy = 2 * max(s.tile_rk * s.tile_d, s.tile_rv * s.tile_e)
         products += copy * (not s.has_bq or s.tile_d > s.tile_e)
     key = _buffer_bytes(s, c, heads, backward=True)
