@@ -54,6 +54,8 @@ REFUSED = [
     (dict(chunk_size=jnp.ones(())), TypeError, r"chunk_size is an array float32\[\]; accepted"),
     (dict(x=None), TypeError, "x is None; accepted: an array"),
     (dict(dtype="float99"), TypeError, "dtype is 'float99'; accepted: None, bfloat16"),
+    (dict(dtype=np.float16(1)), TypeError, r"dtype is '1\.0'; accepted: None, bfloat16"),
+    (dict(scale=jax.ShapeDtypeStruct((), "float32")), TypeError, r"scale is .*\[\]; accepted: an"),
     (dict(cu_seqlens=[]), ValueError, r"cu_seqlens.shape is \(0,\); accepted: \(S \+ 1,\)"),
     (dict(implementation="cuda"), ValueError, "implementation is 'cuda'; accepted: None, 'triton'"),
     (

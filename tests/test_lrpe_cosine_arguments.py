@@ -44,6 +44,7 @@ SEQUENCE = LrpeCosineConfig(block_n=4, block_d=4)
         (dict(x=X.swapaxes(1, 2), positions=jnp.arange(6), theta=THETA[:1]), ValueError, "N=3"),
         (dict(act=X), ValueError, r"act is an array float32\[2, 6, 3, 4\]; accepted: 'none'"),
         (dict(offset=2**40), ValueError, "offset is 1099511627776; accepted: -2"),
+        (dict(offset=[0, 2**31]), ValueError, "offset is .*2147483648.; accepted: int32"),
         (dict(offset=jnp.ones(2)), TypeError, "offset.dtype is 'float32'; accepted: integers"),
         (dict(offset=jnp.arange(3)), ValueError, r"offset.shape is \(3,\); accepted: \[\] or"),
         (

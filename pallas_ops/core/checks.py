@@ -52,14 +52,15 @@ def array(name: str, value: Any) -> jax.Array:
         return value
     try:
         x = jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except OverflowError:
+        raise ValueError(f"{shown(name, value)}; accepted: int32 (in x64 mode int64)") from None
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"{shown(name, value)}; accepted: an array, or numbers that jax.numpy.asarray takes"
         ) from error
-    if jnp.issubdtype(x.dtype, jnp.integer) and getattr(value, "dtype", None) != x.dtype:
-        limits = jnp.iinfo(x.dtype)
-        if is_beyond(value, limits.min, limits.max):
-            raise ValueError(f"{name} exceeds {x.dtype}; accepted: {limits.min} to {limits.max}")
+    may_wrap = jnp.issubdtype(x.dtype, jnp.integer) and getattr(value, "dtype", None) != x.dtype
+    if may_wrap and is_beyond(value, jnp.iinfo(x.dtype).min, jnp.iinfo(x.dtype).max):
+        raise ValueError(f"{shown(name, value)}; accepted: integers that {x.dtype} holds")
     return x
 
 
@@ -182,14 +183,13 @@ def scale(name: str, value: Any, dtype: Any) -> float | jax.Array | None:
         if not abs(factor) <= float(jnp.finfo(dtype).max):
             raise ValueError(f"{shown(name, value)}; accepted: {accepted}")
         return factor
-    kinds = jnp.integer, jnp.floating
     is_array = hasattr(value, "dtype") and not isinstance(value, type)
-    real = is_array and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    real = is_array and any(jnp.issubdtype(value.dtype, x) for x in (jnp.integer, jnp.floating))
     if not real or value.shape != ():
         raise TypeError(
             f"{shown(name, value)}; accepted: None, a real number, or a real array of shape []"
         )
-    return jnp.asarray(value).astype(dtype)
+    return array(name, value).astype(dtype)
 
 
 class Axes:

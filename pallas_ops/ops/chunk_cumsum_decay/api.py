@@ -107,8 +107,13 @@ def _dtype(dtype: Any) -> Any:
 
     Without JAX's x64 mode, float64 is float32.
     """
+    if dtype is None:
+        return None
+    # JAX takes whatever has a dtype, and remembers results by equality: 1 == np.float16(1).
+    if not isinstance(dtype, str | type | np.dtype):
+        return str(dtype)
     try:
-        return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+        return jax.dtypes.canonicalize_dtype(dtype)
     except (TypeError, ValueError):  # a ValueError: that of random keys
         return str(dtype)
 

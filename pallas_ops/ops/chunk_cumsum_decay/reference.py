@@ -10,6 +10,8 @@ from pallas_ops.core.partition import gathered, is_partly_manual, reshard_like
 from pallas_ops.core.tiles import along, as_int32, wide
 from pallas_ops.ops.chunk_cumsum_decay.config import Params
 
+OF_SYMBOLIC = 512  # positions of a segment of an axis whose size is symbolic
+
 
 def accumulate(
     x: jax.Array, edges: jax.Array | None, carry: jax.Array | None, *, params: Params
@@ -102,14 +104,23 @@ def _restarting_sums(first: jax.Array, y: jax.Array, axis: int, reverse: bool) -
     if isinstance(y.shape[axis], int):
         _, y = lax.associative_scan(_restarting, (first, y), axis=axis, reverse=reverse)
         return y
-    first, y = (jnp.moveaxis(x, axis, 0) for x in (first, y))  # symbolic: a scan in steps
-
-    def step(total: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        total = jnp.where(x[0], x[1], total + x[1])
-        return total, total
-
-    sums = lax.scan(step, jnp.zeros_like(y.sum(0)), (first, y), reverse=reverse)[1]
-    return jnp.moveaxis(sums, 0, axis)
+    # Symbolic (jax.export): segments side by side, then a scan in steps over their totals.
+    first, y = (jnp.moveaxis(x, axis, 0) for x in (first, y))
+    n, end = y.shape[0], 0 if reverse else -1
+    count = -(-n // OF_SYMBOLIC)
+    first, y = (
+        jnp.pad(x, [(0, count * OF_SYMBOLIC - n), *[(0, 0)] * (x.ndim - 1)]).reshape(
+            count, OF_SYMBOLIC, *x.shape[1:]
+        )
+        for x in (first, y)
+    )
+    first, y = lax.associative_scan(_restarting, (first, y), axis=1, reverse=reverse)
+    totals = first[:, end], y[:, end]
+    nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), totals)
+    step = lambda before, own: (_restarting(before, own), before)  # noqa: E731
+    before = lax.scan(step, nothing, totals, reverse=reverse)[1]
+    _, y = _restarting(jax.tree.map(lambda x: x[:, None], before), (first, y))
+    return jnp.moveaxis(lax.collapse(y, 0, 2)[:n], 0, axis)
 
 
 def _restarting(before: Any, after: Any) -> Any:

@@ -48,7 +48,8 @@ def logcumsumexp(
       axis: the axis of the running sums; none is transposed or copied for it.
       reverse: sum from the end.
       initial_state: floating, broadcastable to x's shape with length 1 on `axis`; default: -inf.
-      clip: clamps x and the state to [-clip, clip] first, with gradient 0 outside. A number >= 0.
+      clip: clamps x and the state to [-clip, clip] first, with gradient 0 outside. A number >= 0;
+        nothing is outside of one that float32 (for float64 x, float64) does not hold.
       axis_name: inside `jax.shard_map`, the mesh axis (or a tuple of them, the major first) over
         which `axis` is sharded, in order: the sums are those of the whole sequence, whose initial
         state enters its first shard and whose final state all shards get. Shards exchange one

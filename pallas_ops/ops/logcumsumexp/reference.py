@@ -21,6 +21,7 @@ from pallas_ops.core.tiles import wide
 from pallas_ops.ops.logcumsumexp.config import Params
 
 SHORTEST = 16  # positions of a segment
+OF_SYMBOLIC = 512  # positions of a segment of an axis whose size is symbolic (jax.export)
 SIDE_BY_SIDE = 2**19  # numbers that one step of a scan may take side by side
 
 
@@ -75,7 +76,7 @@ saving = partial(forward, save=True)
 def totals(x: jax.Array, *, params: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of all of the axis."""
     numbers = _numbers(x, params)
-    parts = _totals(_segments((numbers,), _num_segments(numbers.shape)))
+    parts = _totals(_segments((numbers,), _segment_length((numbers,)) or len(numbers)))
     return _scan(_start(numbers), parts[:2], "nothing")[0][:2]
 
 
@@ -133,12 +134,12 @@ def _scan(
     side. First the total of each segment is found; this function scans the totals, which gives the
     state before each segment. Then each segment is scanned from there.
     """
-    n, count = xs[0].shape[0], _num_segments(xs[0].shape)
-    if count > 1:
-        xs = _segments(xs, count)
+    n, length = xs[0].shape[0], _segment_length(xs)
+    if length:
+        xs = _segments(xs, length)
         _, state = _scan(state, _totals(xs)[:2], "before", reverse)
     last, emitted = lax.scan(_step(what), state, xs, reverse=reverse)
-    if count > 1:
+    if length:
         last = jax.tree.map(lambda x: x[0 if reverse else -1], last)
         emitted = jax.tree.map(lambda x: lax.collapse(x.swapaxes(0, 1), 0, 2)[:n], emitted)
     return last, emitted
@@ -164,10 +165,9 @@ def _step(what: str) -> Callable[..., tuple[State, Any]]:
     return step
 
 
-def _segments(xs: tuple[jax.Array, ...], count: int) -> tuple[jax.Array, ...]:
+def _segments(xs: tuple[jax.Array, ...], length: int) -> tuple[jax.Array, ...]:
     """xs with a second axis of segments."""
-    n = xs[0].shape[0]
-    length = -(-n // count)
+    n, count = xs[0].shape[0], -(-xs[0].shape[0] // length)
     padding = [(0, length * count - n, 0), *[(0, 0, 0)] * (xs[0].ndim - 1)]
     return tuple(
         lax.pad(x, jnp.array(-jnp.inf if i == 0 else 0, x.dtype), padding)
@@ -182,13 +182,17 @@ def _totals(xs: tuple[jax.Array, ...]) -> State:
     return lax.scan(_step("nothing"), _start(xs[0]), xs)[0]
 
 
-def _num_segments(shape: tuple[int, ...]) -> int:
-    """About sqrt(n) segments, more where there are few columns; 1 if n is small or symbolic."""
-    n, columns = shape[0], math.prod(shape[1:])
+def _segment_length(xs: tuple[jax.Array, ...]) -> int | None:
+    """Positions of one of some sqrt(n) segments (more if there are few columns); None: not cut.
+
+    An axis of symbolic size is cut once: the totals of its segments are not.
+    """
+    n, columns = xs[0].shape[0], math.prod(xs[0].shape[1:])
     if not isinstance(n, int):
-        return 1
+        return OF_SYMBOLIC if len(xs) == 1 else None
     side_by_side = SIDE_BY_SIDE // max(1, columns) if isinstance(columns, int) else 1
-    return max(1, min(n // SHORTEST, max(math.isqrt(n), side_by_side)))
+    count = min(n // SHORTEST, max(math.isqrt(n), side_by_side))
+    return -(-n // count) if count > 1 else None
 
 
 def _sum(state: State, x: jax.Array, total: jax.Array | int = 1) -> State:
