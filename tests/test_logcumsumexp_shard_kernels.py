@@ -210,3 +210,11 @@ def test_no_nan_is_saved() -> None:
     with jax.debug_nans(True):
         grad = jax.grad(lambda x: pallas_ops.logcumsumexp(x, axis=1).sum())(x)
     assert not jnp.isnan(grad).any()
+
+
+def test_shards_of_an_empty_axis() -> None:
+    fn = partial(pallas_ops.logcumsumexp_with_state, axis=1, axis_name="x")
+    run = shards.mapped(fn, shards.line(2), SEQUENCE, (SEQUENCE, P()))
+    out, state = run(jnp.zeros((2, 0, 3)))
+    assert out.shape == (2, 0, 3)
+    assert (state == -jnp.inf).all()

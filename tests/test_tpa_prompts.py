@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_ops
-from pallas_ops.core import launch
+from pallas_ops.core import card, launch
 from pallas_ops.ops.tpa_decode import formed, prompt, prompt_backward
 from pallas_ops.ops.tpa_decode.config import Operands, Params, Sizes, TpaDecodeConfig
 from tests import cudnn, h200
@@ -132,3 +133,21 @@ def test_second_derivatives_by_cudnn(rng: Rng, monkeypatch: pytest.MonkeyPatch) 
     want = second(partial(decode, implementation="xla"))
     for x, y in zip(map(to_float64, got), map(to_float64, want), strict=True):
         assert np.linalg.norm(x - y) < 0.15 * np.linalg.norm(y)  # q and the weights are rounded
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "is_here"),
+    [(90, 90_000, True), (103, 91_000, False), (103, 91_100, True), (90, None, False)],
+)
+def test_a_cudnn_that_is_absent_or_does_not_know_the_card_is_not_called(
+    capability: int, version: int | None, is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check() -> int:
+        if version is None:
+            raise RuntimeError("cuDNN is not detected.")
+        return version
+
+    monkeypatch.setattr(prompt, "cudnn", SimpleNamespace(check_cudnn_version=check))
+    monkeypatch.setattr(card, "is_here", lambda: True)
+    monkeypatch.setattr(card, "current", lambda: SimpleNamespace(capability=capability))
+    assert prompt.is_here() == is_here

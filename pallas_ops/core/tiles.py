@@ -9,6 +9,7 @@ from jax import lax
 Ref = Any
 MOST_PARTS = 2**15
 HUGE = float(jnp.finfo(jnp.float32).max)
+OF_SYMBOLIC = 512  # positions of a segment of an axis whose size is symbolic (jax.export)
 
 
 def power_of_two(size: int) -> int:

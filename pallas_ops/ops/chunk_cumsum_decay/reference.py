@@ -7,10 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_ops.core.partition import gathered, is_partly_manual, reshard_like
-from pallas_ops.core.tiles import along, as_int32, wide
+from pallas_ops.core.tiles import OF_SYMBOLIC, along, as_int32, wide
 from pallas_ops.ops.chunk_cumsum_decay.config import Params
-
-OF_SYMBOLIC = 512  # positions of a segment of an axis whose size is symbolic
 
 
 def accumulate(
@@ -117,7 +115,10 @@ def _restarting_sums(first: jax.Array, y: jax.Array, axis: int, reverse: bool) -
     first, y = lax.associative_scan(_restarting, (first, y), axis=1, reverse=reverse)
     totals = first[:, end], y[:, end]
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), totals)
-    step = lambda before, own: (_restarting(before, own), before)  # noqa: E731
+
+    def step(before: Any, own: Any) -> tuple[Any, Any]:
+        return _restarting(before, own), before
+
     before = lax.scan(step, nothing, totals, reverse=reverse)[1]
     _, y = _restarting(jax.tree.map(lambda x: x[:, None], before), (first, y))
     return jnp.moveaxis(lax.collapse(y, 0, 2)[:n], 0, axis)

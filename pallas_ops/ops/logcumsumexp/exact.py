@@ -54,7 +54,7 @@ def range_too_large(x: jax.Array, state: State, pivot: jax.Array) -> jax.Array:
 
 
 def any_of(x: jax.Array) -> jax.Array:
-    """Whether any is true, as a number that the compiler knows to be the same in all lanes.
+    """Whether any is true, as a value that the compiler knows to be the same in all lanes.
 
     Branches on it do not diverge. It is a reduction over 32 equal numbers.
     """

@@ -17,11 +17,10 @@ from jax.lax import stop_gradient  # chex replaces `jax.lax.stop_gradient` while
 
 from pallas_ops.core import shards
 from pallas_ops.core.partition import gathered, reshard_like
-from pallas_ops.core.tiles import wide
+from pallas_ops.core.tiles import OF_SYMBOLIC, wide
 from pallas_ops.ops.logcumsumexp.config import Params
 
 SHORTEST = 16  # positions of a segment
-OF_SYMBOLIC = 512  # positions of a segment of an axis whose size is symbolic (jax.export)
 SIDE_BY_SIDE = 2**19  # numbers that one step of a scan may take side by side
 
 
@@ -76,8 +75,10 @@ saving = partial(forward, save=True)
 def totals(x: jax.Array, *, params: Params) -> tuple[jax.Array, jax.Array]:
     """The pivot and total of all of the axis."""
     numbers = _numbers(x, params)
-    parts = _totals(_segments((numbers,), _segment_length((numbers,)) or len(numbers)))
-    return _scan(_start(numbers), parts[:2], "nothing")[0][:2]
+    xs: tuple[jax.Array, ...] = (numbers,)
+    if length := _segment_length(xs):
+        xs = _totals(_segments(xs, length))[:2]
+    return _scan(_start(numbers), xs, "nothing")[0][:2]
 
 
 def backward(
