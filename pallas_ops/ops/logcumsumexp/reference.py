@@ -184,13 +184,10 @@ def _totals(xs: tuple[jax.Array, ...]) -> State:
 
 
 def _segment_length(xs: tuple[jax.Array, ...]) -> int | None:
-    """Positions of one of some sqrt(n) segments (more if there are few columns); None: not cut.
-
-    An axis of symbolic size is cut once: the totals of its segments are not.
-    """
+    """Positions of one of some sqrt(n) segments (more if there are few columns); None: not cut."""
     n, columns = xs[0].shape[0], math.prod(xs[0].shape[1:])
     if not isinstance(n, int):
-        return OF_SYMBOLIC if len(xs) == 1 else None
+        return OF_SYMBOLIC if len(xs) == 1 else None  # totals of segments are not cut again
     side_by_side = SIDE_BY_SIDE // max(1, columns) if isinstance(columns, int) else 1
     count = min(n // SHORTEST, max(math.isqrt(n), side_by_side))
     return -(-n // count) if count > 1 else None
