@@ -107,7 +107,7 @@ def _forward_kernel(
         keys = Keys(plan, i, limit, first_key, table_ref, all_valid=all_valid)
         if not plan.prefetches_heads:
             ak, av = heads.source(keys, ak_ref, s.rk), heads.source(keys, av_ref, s.rv)
-        if len(tiles) == 1:
+        if plan.loads_before_scores:
             next_ak, next_av = load_ak(i + 1), load_av(i + 1)
         inner = [x.T for x in keys.load_b(bk_ref, s.rk, s.d)]
         if bq is not None:  # [queries x ranks, entries]
@@ -117,12 +117,12 @@ def _forward_kernel(
         scores = [
             _scores(keys, *x, inner, ak, scale, length) for x in zip(tiles, queries, strict=True)
         ]
-        # Two tiles have no registers for two blocks: the next one is loaded after the last use of
-        # this one.
-        if len(tiles) > 1:
+        if not plan.loads_before_scores:
             next_ak = load_ak(i + 1)
+            if len(tiles) == 1:
+                next_av = load_av(i + 1)
         weights = [softmax.weights(keys, *x, av) for x in zip(tiles, scores, states, strict=True)]
-        if len(tiles) > 1:
+        if len(tiles) > 1:  # no registers for two blocks of av: after its last use
             next_av = load_av(i + 1)
         states = [softmax.add_values(plan, *x, bv) for x in zip(states, weights, strict=True)]
         return next_ak, next_av, states

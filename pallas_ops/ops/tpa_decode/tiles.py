@@ -52,6 +52,15 @@ class Plan:
         return self.s.prefetches_heads(self.c.block_h)
 
     @property
+    def loads_before_scores(self) -> bool:
+        """Whether a step begins with the next step's head factors; else its scores come first.
+
+        Scores first takes fewer registers, and 1 to 5 % less time with one query of up to 56 heads.
+        With several queries, or 61 heads and lengths, it takes 2 to 7 % more.
+        """
+        return len(self.tiles) == 1 and (self.s.h > 56 or self.c.block_n > 1)
+
+    @property
     def head_blocks(self) -> int:
         return pl.cdiv(self.s.h, self.c.block_h)
 
