@@ -117,3 +117,10 @@ def test_forward_mode_says_what_to_do(rng: Rng, op: TestedOp) -> None:
     with pytest.raises(TypeError, match=message):
         chex.assert_numerical_grads(fn, floating, order=1)
     jax.eval_shape(push, *floating)  # nothing is refused where nothing is computed
+
+
+def test_forward_mode_of_a_grid_names_the_op() -> None:
+    grid = partial(pallas_ops.md_lrpe_cosine, shape=(2, 3), implementation=KERNEL)
+    xs = jnp.ones((1, 6, 2, 8)), jnp.ones((2, 4))
+    with pytest.raises(TypeError, match="md_lrpe_cosine: forward-mode"):
+        jax.jvp(grid, xs, xs)

@@ -170,7 +170,7 @@ def evaluate(
     if params.implementation == "xla":
         out = vjp.evaluate(params, *operands)
     else:
-        out = vjp.rotate(params, *forward_mode.refuse("lrpe_cosine", *operands))
+        out = vjp.rotate(params, *forward_mode.refuse(params.op, *operands))
     out = out.reshape(*x.shape[:-1], 2 * x.shape[-1])
     return out if whole is x else partition.reshard_like(out, x)
 

@@ -75,6 +75,11 @@ class Params:
     config: LrpeCosineConfig | None
 
     @property
+    def op(self) -> str:
+        """The op's name; with positions on one axis both ops are the same."""
+        return "md_lrpe_cosine" if self.shape or self.num_axes > 1 else "lrpe_cosine"
+
+    @property
     def tokens_axis(self) -> int:
         """The axis of tokens in x."""
         return 2 if self.heads_first else 1
